@@ -1,0 +1,1 @@
+"""Takes planned groups, trains the policy with ColossalAI, publishes each version."""

@@ -1,0 +1,1 @@
+"""Algorithms: advantages and losses, each one readable function."""

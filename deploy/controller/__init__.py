@@ -1,0 +1,1 @@
+"""The controller: a FastAPI service without state of its own."""

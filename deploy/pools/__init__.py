@@ -1,0 +1,1 @@
+"""Pools: how replicas of a service are started, counted and stopped."""

@@ -1,0 +1,1 @@
+"""Rewards: a score, unscorable, or failed; never 0 for a failure."""

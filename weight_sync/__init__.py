@@ -1,0 +1,1 @@
+"""Versions, manifests, communicators, publisher, receiver and the proof of what a replica runs."""

@@ -1,0 +1,1 @@
+"""Communicators: how the bytes of a policy travel from the publisher to the receivers."""
