@@ -128,6 +128,13 @@ class Trainer:
         for name, parameter in self.policy().named_parameters():
             yield name, parameter.detach()
 
+    def restore_schedule(self, done: int) -> None:
+        """Go on with the schedule after ``done`` steps, with the learning rate that the settings give now."""
+        options = self.settings.settings.optimizer
+        self.scheduler.last_epoch = done
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.learning_rate * learning_rate_factor(options, self.settings.steps, done + 1)
+
     def train(self, step: int, groups: Sequence[Group], *, planned_version: int, newest: int) -> dict[str, float]:
         """Make the updates of one step. ``planned_version``: newest published version at the plan, from which staleness
         counts; ``newest``: the version of the trainer's weights, whose tokens show the mismatch with the engine."""
