@@ -1,1 +1,1 @@
-"""What producers and consumers share, in Redis: the prompt ledger, groups, plans, members, metrics. No torch, no vLLM."""
+"""What producers and consumers share, in Redis: the ledger, groups, plans, members, metrics. No torch, no vLLM."""

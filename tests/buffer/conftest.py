@@ -1,0 +1,36 @@
+"""One real server for all tests of the buffer; each test has a run of its own on it."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from buffer import server
+from buffer.client import connect
+from tests.buffer.world import World
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.EmbeddedServer]:
+    running = server.start(tmp_path_factory.mktemp("server"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def client(running_server: server.EmbeddedServer) -> "redis.Redis":
+    return connect(running_server.url, password=running_server.password, tls_ca_file=None, timeout_seconds=10.0)
+
+
+@pytest.fixture
+def world(client: "redis.Redis") -> World:
+    return World(client, f"run-{next(_numbers)}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
