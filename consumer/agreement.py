@@ -39,24 +39,21 @@ class Agreement:
 
     def decide(self, decision: Decision | None) -> Decision:
         """Rank 0's decision, on every rank; the others pass None."""
-        numbers = torch.zeros(5, dtype=torch.int64)
+        numbers = None
         if decision is not None:
-            numbers = torch.tensor(
-                [
-                    KINDS.index(decision.kind),
-                    decision.step,
-                    decision.last,
-                    decision.checkpoint,
-                    decision.exit_code,
-                ],
-                dtype=torch.int64,
-            )
-        try:
-            dist.broadcast(numbers, src=0, group=self._group)
-        except RuntimeError as error:
-            raise self._lost("the decision of rank 0", error) from error
-        kind, step, last, checkpoint, code = numbers.tolist()
+            flags = [int(decision.last), int(decision.checkpoint)]
+            numbers = [KINDS.index(decision.kind), decision.step, *flags, decision.exit_code]
+        kind, step, last, checkpoint, code = self.share(numbers, 5)
         return Decision(KINDS[kind], step, bool(last), bool(checkpoint), code)
+
+    def share(self, numbers: list[int] | None, count: int) -> list[int]:
+        """Rank 0's ``count`` numbers, on every rank; the others pass None."""
+        field = torch.tensor(numbers if numbers is not None else [0] * count, dtype=torch.int64)
+        try:
+            dist.broadcast(field, src=0, group=self._group)
+        except RuntimeError as error:
+            raise self._lost("word from rank 0", error) from error
+        return [int(number) for number in field.tolist()]
 
     def any_failed(self, failed: bool) -> bool:
         """Whether any rank failed at what all of them just did."""

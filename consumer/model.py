@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers.models.auto import AutoModelForCausalLM
 
 from buffer.errors import SpecError
 from buffer.records import Sampling

@@ -2,7 +2,8 @@
 
 The policy is trained by ColossalAI's Booster. The loss of an optimizer update is one weighted sum over the tokens of
 all ranks; gradients meet once per update, in each rank's last micro-batch, and the numbers that decide whether the
-update is made are the same on all ranks. A step that does not come out finite raises TrainingFailed before the update.
+update is made are the same on all ranks. A step that does not come out finite raises TrainingFailed before the update;
+one whose update breaks a weight raises it before anything is journalled.
 """
 
 import math
@@ -158,6 +159,7 @@ class Trainer:
             self._refuse_non_finite(step, loss, norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.refuse_broken_weights(f"after the update of step {step}")
             losses.append(loss)
             norms.append(norm)
             forward_backward += after - before
@@ -259,11 +261,26 @@ class Trainer:
         dist.all_reduce(total)
         return float(total)
 
+    def refuse_broken_weights(self, when: str) -> None:
+        """Raise TrainingFailed when a weight is not finite; all ranks have the same weights."""
+        norms = torch.stack(torch._foreach_norm([tensor for _, tensor in self.named_tensors()]))
+        if torch.isfinite(norms).all():
+            return
+        raise TrainingFailed(
+            f"the weight {self._broken_weight()} is not finite {when}",
+            where=self.settings.model_path,
+            cure="the last checkpoint is untouched: resume from it with a lower learning rate; if the initial model is "
+            "broken, export it again",
+        )
+
+    def _broken_weight(self) -> str | None:
+        return next((name for name, tensor in self.named_tensors() if not torch.isfinite(tensor).all()), None)
+
     def _refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
         """Every rank sees the same loss and norm, so every rank raises or none does."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        broken = next((n for n, p in self.named_tensors() if not torch.isfinite(p).all()), None)
+        broken = self._broken_weight()
         self.optimizer.zero_grad()
         cause = (
             f"the weight {broken} is not finite"

@@ -142,6 +142,12 @@ def test_a_model_with_nan_fails_the_step_and_changes_no_weight(tiny_model: Path,
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
 
 
+def test_an_update_that_breaks_a_weight_fails_the_step(tiny_model: Path, tmp_path: Path) -> None:
+    trainer = Trainer(make_settings(tiny_model, tmp_path, optimizer={"learning_rate": 1e38, "weight_decay": 1e38}))
+    with pytest.raises(TrainingFailed, match="is not finite after the update of step 1"):
+        trainer.train(1, make_groups(3), planned_version=0, newest=0)
+
+
 def test_what_is_measured_names_lengths_staleness_and_mismatch(tiny_model: Path, tmp_path: Path) -> None:
     groups = make_groups(2, version=3) + make_groups(1, version=2, first=2)
     values = Trainer(make_settings(tiny_model, tmp_path)).train(5, groups, planned_version=4, newest=3)
