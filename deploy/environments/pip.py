@@ -1,4 +1,4 @@
-"""Invariant: torch is always the CPU build, from the configured index first and from PyTorch's own only if it must be."""
+"""Invariant: torch is always the CPU build, from the configured index or, failing that, from PyTorch's own."""
 
 import os
 import subprocess
