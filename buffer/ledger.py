@@ -198,7 +198,7 @@ class Ledger:
                 deadline_ms=int(deadline),
             )
             for lease in leases
-            if str(lease.prompt) in still
+            if str(lease.token) in still
         )
 
     def give_back(self, leases: Sequence[Lease]) -> None:
@@ -223,7 +223,12 @@ class Ledger:
             return self._finish(lease, "dropped", reason or "not usable", 0, fields) == "done"
         payload = encode_group(group)
         key = self.blob_key(lease.prompt, lease.token)
-        self._client.set(key, payload)
+        if not self._client.set(key, payload, nx=True):
+            # Something is there under this lease. It may be replaced only as long as it is not real: a commit made
+            # again, with other samples, must not change what is counted or planned already.
+            state, token = self._client.hmget(f"{self._prefix}prompt:{lease.prompt}", "state", "token")
+            if decode(state) == "leased" and decode(token) == str(lease.token):
+                self._client.set(key, payload)
         try:
             outcome = self._finish(lease, "generated", "", len(payload), fields)
         except Fenced:

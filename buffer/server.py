@@ -144,13 +144,19 @@ def start(folder: str | Path, *, port: int | None = None, seconds: float = 30.0)
         _refuse_used_port(port)
     lock = _lock(folder)
     try:
-        attempts = 1 if port is not None else 5  # between choosing a free port and binding it, another may take it
-        for _ in range(attempts - 1):
+        if port is not None:
+            return _start_once(folder, binary, port, lock, seconds)
+        for _ in range(4):
+            free = _free_port()
             try:
-                return _start_once(folder, binary, _free_port(), lock, seconds)
+                return _start_once(folder, binary, free, lock, seconds)
             except BufferUnavailable:
-                continue
-        return _start_once(folder, binary, port if port is not None else _free_port(), lock, seconds)
+                try:
+                    _refuse_used_port(free)  # between finding it and binding it another process may take it
+                except BufferUnavailable:
+                    continue
+                raise
+        return _start_once(folder, binary, _free_port(), lock, seconds)
     finally:
         os.close(lock)  # the server has its own handle on it
 
