@@ -1,6 +1,5 @@
 """A row becomes the tokens that its template says; a wrong template ends the start with a cure."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,6 @@ from buffer.errors import SpecError
 from producer.data import Row
 from producer.prompts import Renderer, Tokenizer, load_tokenizer
 from producer.settings import PromptSettings
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    spec = importlib.util.spec_from_file_location("arithmetic_model", ROOT / "examples" / "arithmetic" / "model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return str(module.write_model(tmp_path_factory.mktemp("model"), hidden=32, layers=1))
 
 
 @pytest.fixture(scope="module")
