@@ -25,9 +25,6 @@ from producer.rewards.weighted import Reward
 from producer.settings import ProducerSettings
 
 FEWEST_SCORED = 2  # an advantage is relative to the other samples of the group
-BYTES_PER_TOKEN = 12  # id, log-prob, version
-TEXT_BYTES_PER_TOKEN = 16
-RECORD_BYTES = 1024
 
 
 class Aborted(Exception):
@@ -46,12 +43,6 @@ class Workshop:
     ledger: Ledger
     gate: Gate
     activity: Activity
-
-
-def reserve_bytes(settings: ProducerSettings) -> int:
-    """Upper bound of the bytes of one group, which its lease reserves in the buffer's budget."""
-    completion = settings.sampling.max_tokens * (BYTES_PER_TOKEN + TEXT_BYTES_PER_TOKEN) + RECORD_BYTES
-    return settings.group_size * completion + settings.prompt.max_tokens * 4 + RECORD_BYTES
 
 
 def sampling_seed(run_seed: int, prompt: int, sample: int) -> int:

@@ -37,8 +37,9 @@ from producer.heartbeat import Heartbeat
 from producer.leasing import Rollouts, open_pass
 from producer.prompts import Renderer, check_template, load_tokenizer
 from producer.rewards.processes import ScorerProcesses
-from producer.rollout import Workshop, reserve_bytes
+from producer.rollout import Workshop
 from producer.settings import ProducerSettings
+from producer.sizes import group_bytes
 from producer.updates import Updates, Weights
 from weight_sync.manifest import Manifest
 from weight_sync.shadow import ShadowReference
@@ -118,7 +119,11 @@ class Service:
             max_staleness=settings.max_staleness,
             budget_bytes=settings.buffer.budget_bytes,
             lease_seconds=settings.buffer.lease_seconds,
-            reserve_bytes=reserve_bytes(settings),
+            reserve_bytes=group_bytes(
+                group_size=settings.group_size,
+                prompt_tokens=settings.prompt.max_tokens,
+                completion_tokens=settings.sampling.max_tokens,
+            ),
             passes=settings.passes,
             data_digest=dataset.digest,
         )
