@@ -3,21 +3,21 @@
 The hand-over copies them, so that training goes on while the publisher's thread sends. It happens on rank 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
 import redis
 import torch
-from weight_sync.proof import make_reference
-from weight_sync.publisher import Publication, Publisher
 
 from buffer.ledger import Ledger
 from buffer.members import Members
-from consumer.model import raw_log_probs
+from consumer.model import load_model, raw_log_probs
 from consumer.settings import ConsumerSettings
 from consumer.training import Trainer
-from weight_sync.registry import Registry
+from weight_sync.proof import make_reference, probe_sequence
+from weight_sync.publisher import Publication, Publisher
+from weight_sync.registry import Registry, SelfTestReference
 
 
 class Service(Protocol):
@@ -38,8 +38,7 @@ class Publications:
         self._settings = service.settings
         self._version = service.ledger.next_version()
         self._pending: tuple[Publication, int, int] | None = None
-        # Of the initial weights: the trainer has loaded no checkpoint yet.
-        self._reference = make_reference(service.trainer.policy(), settings=self._settings)
+        self._reference = reference_of_initial_weights(self._settings)
         self._publisher = Publisher(
             service.client,
             self._settings.run,
@@ -85,3 +84,25 @@ class Publications:
         dtype = getattr(torch, self._settings.wire_dtype)
         for name, tensor in self._service.trainer.named_tensors():
             yield name, tensor.to(dtype)
+
+
+def reference_of_initial_weights(settings: ConsumerSettings) -> SelfTestReference:
+    """What every engine's load-path self-test is judged by; computed by a model of its own, which is dropped again, so
+    that it is the same after a resume."""
+    model = load_model(settings.model_path)
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def log_probs(tensors: Iterable[tuple[str, torch.Tensor]], token_ids: Sequence[int]) -> list[float]:
+        with torch.no_grad():
+            for name, tensor in tensors:
+                model.get_parameter(name).copy_(tensor)
+        return raw_log_probs(model, list(token_ids))
+
+    return make_reference(
+        log_probs,
+        initial.items,
+        noise=settings.weight_sync.self_test_noise,
+        seed=settings.seed,
+        dtype=settings.wire_dtype,
+        token_ids=probe_sequence(model.config.vocab_size, settings.weight_sync.probe_tokens, settings.seed),
+    )

@@ -19,9 +19,10 @@ import torch
 from buffer.errors import BufferUnavailable, DeadlineExceeded, Fenced, ForebayError
 from buffer.ledger import Ledger
 from buffer.members import Members
+from weight_sync.communicators import transport
 from weight_sync.communicators.base import Communicator, CommunicatorFailed, Transport
 from weight_sync.manifest import Layout, Manifest, digest, layout_of, place
-from weight_sync.registry import Current, Epoch, ReceiverRecord, Registry, Seat
+from weight_sync.registry import Current, Epoch, ReceiverRecord, Registry, Seat, local_address
 from weight_sync.settings import WeightSyncSettings
 from weight_sync.shadow import checksum, write_tensor
 
@@ -120,22 +121,30 @@ class Publisher:
         run: str,
         *,
         fence: int,
-        transports: Mapping[str, Transport],
+        transports: Sequence[str | Transport],
         settings: WeightSyncSettings,
         ledger: Ledger,
         members: Members,
         dtype: str | None = None,
         event: Event | None = None,
     ) -> None:
-        """``dtype``: the type that floating-point weights travel in (none: as they are given)."""
+        """``transports``: names of communicators, or transports; each has epochs of its own. ``dtype``: the type that
+        floating-point weights travel in (none: as they are given)."""
         wire: torch.dtype | None = getattr(torch, dtype) if dtype else None
         self._registry = Registry(client, run)
         self._fence = fence
         self._settings = settings
         self._ledger = ledger
         self._channels = [
-            _Channel(transport, self._registry, fence, settings, members, event or _log_event)
-            for transport in transports.values()
+            _Channel(
+                transport(kind, host=local_address(client)) if isinstance(kind, str) else kind,
+                self._registry,
+                fence,
+                settings,
+                members,
+                event or _log_event,
+            )
+            for kind in transports
         ]
         self._copies = [_HostCopy(settings.bucket_bytes, wire) for _ in range(2)]
         self._change = threading.Condition()

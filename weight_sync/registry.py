@@ -234,7 +234,7 @@ def local_address(client: "redis.Redis") -> str:
         ) from error
 
 
-def _decoded(data: bytes, kind: type[T]) -> T:
+def _decoded(data: bytes | str, kind: type[T]) -> T:
     try:
         record = msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
