@@ -1,8 +1,8 @@
 """A run folder says how to reach its run, alive or ended; secrets lie in files that their owner alone reads.
 
-    run.json         how to reach the run (RunRecord)        checkpoints/  journal/   what a resume needs
-    token            the controller's bearer token           redis/        data and password of the embedded server
-    report.json      the result                              logs/  tensorboard/  settings/   per service
+run.json         how to reach the run (RunRecord)        checkpoints/  journal/   what a resume needs
+token            the controller's bearer token           redis/        data and password of the embedded server
+report.json      the result                              logs/  tensorboard/  settings/   per service
 """
 
 import fcntl
@@ -156,4 +156,3 @@ def hold(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
