@@ -17,8 +17,9 @@ test: setup      ## set up, check the code, then run every test in the environme
 	@$(PYTHON) tests/run.py $(STAGES)
 
 setup:           ## make the three environments that the lock files name
-	@command -v $(PYTHON) >/dev/null || { \
-	  echo "set-up failed: Python 3.11 is missing. On Debian: sudo apt-get install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
+	  echo "set-up failed: $(PYTHON) is not Python 3.11. On Debian 12: sudo apt-get install python3 python3-venv;" \
+	    "or name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -m deploy.environments.create
 
 lint: setup      ## check style, format and types

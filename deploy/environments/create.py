@@ -5,10 +5,12 @@
 
 import fcntl
 import hashlib
+import json
 import shutil
 import sys
 import threading
 import time
+import tomllib
 import venv
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -22,9 +24,17 @@ HEARTBEAT = 30.0  # seconds between two signs of life while pip is at work
 
 def fingerprint(name: str) -> str:
     """What an environment was made from: its locks, the project's entry points, and the folder it points back to."""
-    digest = hashlib.sha256(str(ROOT).encode())
-    for file in (*map(lock_file, ENVIRONMENTS[name]), ROOT / "pyproject.toml"):
-        digest.update(file.read_bytes())
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    # Only what an editable installation takes from there: a change in the linter's settings must not make all anew.
+    installed = [
+        str(ROOT),
+        described["build-system"],
+        described["project"],
+        described["tool"]["setuptools"]["packages"],
+    ]
+    digest = hashlib.sha256(json.dumps(installed, sort_keys=True).encode())
+    for lock in ENVIRONMENTS[name]:
+        digest.update(lock_file(lock).read_bytes())
     return digest.hexdigest()
 
 
