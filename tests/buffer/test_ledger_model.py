@@ -295,7 +295,7 @@ def test_the_ledger_does_what_its_model_says(machine: type[LedgerMachine]) -> No
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=120,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
