@@ -14,6 +14,7 @@ from buffer.errors import Fenced, ForebayError
 from weight_sync.manifest import Manifest, decode, encode
 
 SCHEMA_VERSION = 1
+PROOFS_KEPT = 10_000  # records in the history of proofs
 T = TypeVar("T", bound=msgspec.Struct)
 
 # KEYS: fence, target, wake-up stream; ARGV: my fence, value
@@ -166,10 +167,13 @@ class Registry:
             self._client.hdel(self._key("receivers"), member)
 
     def write_proof(self, record: ProofRecord) -> None:
-        """What a replica has proved, with the server's time."""
+        """What a replica has proved, with the server's time: its newest record, and one more in the history."""
         seconds, micros = self._client.time()
-        timed = msgspec.structs.replace(record, time=seconds + micros / 1e6)
-        self._client.hset(self._key("proofs"), record.member, msgspec.json.encode(timed))
+        data = msgspec.json.encode(msgspec.structs.replace(record, time=seconds + micros / 1e6))
+        both = self._client.pipeline(transaction=True)
+        both.hset(self._key("proofs"), record.member, data)
+        both.xadd(self._key("proofs:history"), {"proof": data}, maxlen=PROOFS_KEPT, approximate=False)
+        both.execute()
 
     # -- read by everyone
     def epoch(self, transport: str) -> Epoch | None:
@@ -194,8 +198,14 @@ class Registry:
         return self._read_all("receivers", ReceiverRecord)
 
     def proofs(self) -> dict[str, ProofRecord]:
-        """What every replica has proved."""
+        """What every replica has proved: its newest record."""
         return self._read_all("proofs", ProofRecord)
+
+    def proof_history(self) -> list[ProofRecord]:
+        """The last `PROOFS_KEPT` records of all replicas, oldest first. A version has several: one when it was probed,
+        another when that failed; a record whose answer was lost on the way may be there twice."""
+        entries: Any = self._client.xrange(self._key("proofs:history"))
+        return [_decoded(fields[b"proof"], ProofRecord) for _, fields in entries]
 
     def wait_change(self, seen: str, seconds: float) -> str:
         """Sleep until the publisher writes, at most ``seconds``; ``seen`` is the last answer, or "$" at first."""
