@@ -336,6 +336,27 @@ class Ledger:
         return self._counter("last_trained")
 
     # -- everyone
+    def due(self) -> Waiting | None:
+        """What the next plan waits for, None when nothing is missing; reads only, for people who ask."""
+        config, planned = f"{self._prefix}config", self.last_planned_step()
+        per_step = int(self._client.hget(config, "groups_per_step") or 0)
+        if not per_step:
+            return None
+        prompts = [decode(prompt) for prompt in self._client.zrange(f"{self._prefix}inplay", 0, per_step - 1)]
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.time()
+        for prompt in prompts:
+            pipeline.hmget(f"{self._prefix}prompt:{prompt}", "state", "holder", "leased_at")
+        (seconds, micros), *lives = pipeline.execute()
+        now = int(seconds) * 1000 + int(micros) // 1000
+        values: list[str] = []
+        for prompt, life in zip(prompts, lives, strict=True):
+            state, holder, leased_at = (decode(value) for value in life)
+            if state in ("leased", "pending"):
+                values += [prompt, state, holder, str(now - int(leased_at))]
+        missing = per_step - len(prompts) + len(values) // 4
+        return _waiting(planned + 1, missing, values) if missing else None
+
     def summary(self) -> dict[str, object]:
         """Counts by state, bytes stored and reserved, accepted, running, current version, last planned and trained
         step, oldest lease; for status and `why is nobody generating?`."""
