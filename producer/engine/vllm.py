@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +18,10 @@ from buffer.errors import DeadlineExceeded, ForebayError, SpecError
 from buffer.records import FinishReason
 from producer.engine import platform, vllm_release
 from producer.engine.base import Completion, Request
+from producer.engine.shadow_names import check_names
 from producer.engine.vllm_release import EngineDead, Release, RequestRefused
 from producer.settings import ModelSettings, PoolSettings
-from weight_sync.manifest import Manifest
+from weight_sync.manifest import decode
 from weight_sync.model_folder import read_config, tensor_names
 from weight_sync.shadow import ShadowReference
 
@@ -111,7 +111,7 @@ class VllmEngine:
             ) from None
         except ForebayError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises, people get the cause and the log's end
+        except Exception as error:
             await asyncio.to_thread(_end, _children_since(before))
             raise EngineFailed(
                 f"vLLM did not start: {_first_line(error)}\n{self._tail(read_from)}".rstrip(),
@@ -225,6 +225,8 @@ class VllmEngine:
             raise EngineFailed("weights can only be loaded into a paused engine", cure="pause it first")
         if self._broken:
             raise self._unusable()
+        names = [entry.name for entry in decode(shadow.manifest).tensors]
+        check_names(names, tensor_names(self._model.path), self._model.path)
         # Whatever interrupts a load, nobody knows then which weights are in.
         self._broken = f"the load of version {version} did not end"
         try:

@@ -19,15 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from buffer.processes import die_with_parent
 from producer.engine.platform import OWNER
+from producer.engine.shadow_names import TIED_HEAD, some
 from weight_sync.manifest import decode
-from weight_sync.model_folder import tensor_names
 from weight_sync.shadow import ShadowReference, open_shadow
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 PROBE_ROWS = 16
-TIED_HEAD = "lm_head.weight"  # a folder or a trainer may or may not name a tied head; its tensor is the embedding
 
 
 class WeightLoader:
@@ -43,18 +42,16 @@ class WeightLoader:
             """vLLM's."""
 
     def forebay_load(self, path: str, manifest: str) -> str:
-        """Load a shadow; "" or what is wrong. Wrong names leave the model as it was, all else leaves it broken."""
+        """Load a shadow; "" or what was not loaded, and then the model is of no use."""
         names = [entry.name for entry in decode(manifest).tensors]
-        if fault := _wrong_names(names, set(tensor_names(self.model_config.model))):
-            return fault
         model = self.get_model()
         expected = {name for name, _ in model.named_parameters()}
         used: set[str] = set()
         loaded = _reload(self, model, _noting_use(open_shadow(ShadowReference(path, manifest)), used))
         if unused := [name for name in names if name not in used and name != TIED_HEAD]:
-            return f"the engine made no use of {_some(unused)}"
+            return f"the engine made no use of {some(unused)}"
         if missing := sorted(expected - loaded):
-            return f"no weights reached the engine's {_some(missing)}"
+            return f"no weights reached the engine's {some(missing)}"
         return ""
 
     def forebay_digests(self) -> dict[str, str]:
@@ -126,16 +123,6 @@ def _noting_use(weights: Iterable[tuple[str, torch.Tensor]], used: set[str]) -> 
                 used.add(name)
 
 
-def _wrong_names(given: list[str], expected: set[str]) -> str:
-    missing = sorted(expected - set(given) - {TIED_HEAD})
-    unknown = sorted(set(given) - expected - {TIED_HEAD})
-    if missing:
-        return f"the shadow lacks {_some(missing)} of the model folder"
-    if unknown:
-        return f"the shadow has {_some(unknown)}, which the model folder does not have"
-    return ""
-
-
 def _answer(layer: Any) -> torch.Tensor:
     """What the layer's kernel makes of a fixed input in which each weight enters exactly one output."""
     width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
@@ -151,10 +138,6 @@ def _answer(layer: Any) -> torch.Tensor:
 def _hash(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(memoryview(flat.numpy()))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _end_with_owner(owner: int) -> None:
