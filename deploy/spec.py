@@ -165,9 +165,7 @@ class RunSpec(Settings):
     def communicators(self) -> tuple[CommunicatorName, ...]:
         """The kinds of communicator that the pools use, each once."""
         by_platform: dict[str, CommunicatorName] = {"ascend": "hccl", "cuda": "nccl", "cpu": "gloo", "auto": "gloo"}
-        return tuple(
-            dict.fromkeys(pool.communicator or by_platform[pool.platform] for pool in self.producers.values())
-        )
+        return tuple(dict.fromkeys(pool.communicator or by_platform[pool.platform] for pool in self.producers.values()))
 
 
 def _absolute(path: str) -> str:
