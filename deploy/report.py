@@ -165,7 +165,7 @@ def make_report(
             history=evaluations,
         ),
         reward=_reward(steps),
-        proofs=_proofs(Registry(client, run).proofs().values()),
+        proofs=_proofs(Registry(client, run).proof_history()),
         staleness=StalenessReport(
             mean=_mean(steps, "staleness/mean", weight="groups"), max=_largest(steps, "staleness/max")
         ),
