@@ -131,7 +131,7 @@ class Report(Shown):
     eval: EvaluationReport
     reward: RewardReport
     proofs: list[Proof]
-    """By version and member."""
+    """By version and member: the last word of each process, so that a failure after a probe is what counts."""
     staleness: StalenessReport
     mismatch: MismatchReport
     throughput: ThroughputReport
@@ -193,8 +193,9 @@ def _reward(steps: Steps) -> RewardReport:
 
 
 def _proofs(records: Iterable[ProofRecord]) -> list[Proof]:
+    newest = {(record.version, record.member, record.incarnation): record for record in records}
     proofs = []
-    for record in sorted(records, key=lambda record: (record.version, record.member, record.time)):
+    for _, record in sorted(newest.items()):
         probe = {
             "mean": record.probe_mean,
             "max": record.probe_max,

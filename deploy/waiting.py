@@ -12,8 +12,8 @@ REFUSALS = {  # of the ledger, as a producer reports them
     "exhausted": "no prompts are left",
     "paused": "the run is paused",
     "stopping": "the run is stopping",
-    "quarantined": "its weights failed their proof",
-    "not_proved": "it has not proved its version",
+    "quarantined": "the proof of the weights failed",
+    "not_proved": "the version is not proved",
     "no_version": "no version is published",
     "no_pass": "the next pass is not open",
 }
@@ -93,25 +93,33 @@ def _producers(situation: Situation) -> str:
     busy = [m.name for m in alive if is_generating(m, situation.running.get(m.name, 0.0))]
     if busy:
         return f"{_listed(busy)} {'generates' if len(busy) == 1 else 'generate'}"
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, tuple[str, list[str]]] = {}
     for member in alive:
-        reasons.setdefault(_reason(member), []).append(member.name)
-    return "nobody generates: " + ", ".join(f"{_listed(names)} {why}" for why, names in reasons.items())
+        kind, told = _reason(member)
+        reasons.setdefault(kind, (told, []))[1].append(member.name)  # details differ a little; the first one's do
+    return "nobody generates: " + ", ".join(_told(told, names) for told, names in reasons.values())
 
 
-def _reason(member: Member) -> str:
+def _told(reason: str, names: Sequence[str]) -> str:
+    if reason.startswith("no lease"):
+        return reason.replace("no lease", f"no lease for {_listed(names)}", 1)
+    return f"{_listed(names)} {reason}"
+
+
+def _reason(member: Member) -> tuple[str, str]:
+    """Kind of the reason, and the reason."""
     waiting = member.info.get("waiting", "")
     if member.state == "quarantined":
-        error = _first_line(member.info.get("last_error", ""))
-        return "is quarantined: " + (error or "its weights failed their proof")
+        error = _first_line(member.info.get("last_error", "")) or "its weights failed their proof"
+        return error, f"quarantined: {error}"
     if member.state == "draining":
-        return "drains"
+        return "draining", "draining"
     if member.state == "joining":
-        return f"is joining ({waiting or 'nothing is known of it yet'})"
+        return waiting, f"joining ({waiting or 'nothing is known of it yet'})"
     refusal, _, detail = waiting.partition(": ")
     if refusal in REFUSALS:
-        return f"gets no lease because {REFUSALS[refusal]}" + (f" ({detail})" if detail else "")
-    return f"waits for {waiting}" if waiting else "has no prompt in flight"
+        return refusal, f"no lease, {REFUSALS[refusal]}" + (f" ({detail})" if detail else "")
+    return waiting, f"waiting for {waiting}" if waiting else "without a prompt in flight"
 
 
 def _dead(member: Member) -> str:
