@@ -6,6 +6,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+LAUNCHER = "FOREBAY_LAUNCHER"
+"""Environment variable with the id of the process that a service must not outlive, where another one starts it."""
 _PR_SET_PDEATHSIG = 1
 # Loaded once and early: between fork and exec only async-signal-safe work should be done.
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -30,3 +32,9 @@ def dying_with_me() -> Callable[[], None]:
     """A `preexec_fn` for a child that must not outlive the calling process."""
     me = os.getpid()
     return lambda: die_with_parent(me)
+
+
+def die_with_launcher() -> None:
+    """For the start of a service that another program starts: end with the launcher that the environment names."""
+    if launcher := os.environ.get(LAUNCHER):
+        die_with_parent(int(launcher))
