@@ -17,7 +17,8 @@ def die_with_parent(expected_parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends; for `preexec_fn` or the start of a service.
 
     ``expected_parent``: the process id of whoever starts this one; if it is gone already, this process ends at once.
-    It must be given for that: a parent with the id 1 may be the init that orphans go to or, in a container, the starter.
+    It must be given for that: a parent with the id 1 may be the init that orphans go to or, in a container, the one
+    that started this process.
     The signal follows the *thread* that forked: start long-lived children from a thread that lives as long.
     """
     if _libc is not None:
