@@ -169,7 +169,7 @@ class Status(Shown):
     run: str
     """Name of the run."""
     phase: str | None
-    """starting, running, draining, finished, or failed with the reason."""
+    """starting, running, draining, finished, stopped, or failed with the reason."""
     step: int | None
     """The last step that was trained."""
     steps: int

@@ -38,16 +38,19 @@ class Situation:
 
 def explain(situation: Situation) -> str:
     """The sentence."""
-    if situation.phase == "finished":
-        return "nobody waits: the run has finished"
-    if situation.phase.startswith("failed"):
-        return f"nobody works: the run has {situation.phase}"
+    if has_ended(situation.phase):
+        return f"nobody works: the run has {situation.phase.replace('stopped', 'been stopped', 1)}"
     consumer, producers = _consumer(situation), _producers(situation)
     if situation.stop or situation.phase == "draining":
         return f"the run is stopping, so nobody gets new prompts; {consumer}"
     if situation.paused:
         return f"producers wait for people: the run is paused; {consumer}"
     return f"{consumer}; {producers}"
+
+
+def has_ended(phase: str) -> bool:
+    """Whether nobody works for the run any more: finished, stopped, or failed with the reason."""
+    return phase in ("finished", "stopped") or phase.startswith("failed")
 
 
 def is_generating(member: Member, running: float) -> bool:

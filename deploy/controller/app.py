@@ -17,6 +17,7 @@ from deploy.controller.answers import Health, Order
 from deploy.controller.auth import require
 from deploy.controller.prometheus import exposition
 from deploy.status import EVENTS, Status, read_status
+from deploy.waiting import has_ended
 
 MEMBER = "controller-0"
 DESCRIPTION = "Shows and steers one run of Forebay. Errors are problem documents (RFC 9457)."
@@ -41,7 +42,7 @@ def make_app(client: "redis.Redis", *, run: str, steps: int, heartbeat_seconds: 
 
     def order(asked: str, flag: str, value: str, effect: str) -> Order:
         phase = control.get("phase")
-        if phase == "finished" or phase.startswith("failed"):
+        if has_ended(phase):
             raise HTTPException(409, f"the run has ended ({phase}): it cannot be asked to {asked}")
         control.set(flag, value)
         metrics.event("control", MEMBER, f"asked to {asked}")

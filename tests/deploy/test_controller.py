@@ -227,7 +227,7 @@ def test_people_steer_the_run_by_flags(controller: Running, world: World) -> Non
     ]
 
 
-@pytest.mark.parametrize("phase", ["finished", "failed: the loss is NaN"])
+@pytest.mark.parametrize("phase", ["finished", "stopped", "failed: the loss is NaN"])
 def test_a_run_that_has_ended_takes_no_orders(controller: Running, world: World, phase: str) -> None:
     world.control.set("phase", phase)
     assert phase in is_problem(controller.ask("POST", "/v1/pause"), 409)["detail"]

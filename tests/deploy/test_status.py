@@ -176,7 +176,9 @@ def test_it_says_that_people_paused_or_stopped_the_run_and_that_it_ended(world: 
     world.control.set("phase", "failed: the loss is NaN")
     assert status_of(world).waiting == "nobody works: the run has failed: the loss is NaN"
     world.control.set("phase", "finished")
-    assert status_of(world).waiting == "nobody waits: the run has finished"
+    assert status_of(world).waiting == "nobody works: the run has finished"
+    world.control.set("phase", "stopped")
+    assert status_of(world).waiting == "nobody works: the run has been stopped"
 
 
 def test_after_the_last_step_the_consumer_waits_for_evaluations(world: World) -> None:
