@@ -74,9 +74,8 @@ class Publications:
         if self._pending is None:
             return None
         publication, version, step = self._pending
-        # A lost member costs its deadlines once, then the version goes to the members of a new epoch.
-        deadlines = self._settings.weight_sync
-        publication.wait(2 * (deadlines.join_seconds + deadlines.transfer_seconds))
+        # It may come after a sync for receivers that joined late.
+        publication.wait(2 * self._publisher.longest_seconds())
         self._pending = None
         return version, step
 

@@ -7,25 +7,27 @@ receiver's. (c) Digests of the tensors that compute are equal among replicas of 
 version may quarantine, never certify: one optimizer step can move log-probs less than kernels differ.
 """
 
+import asyncio
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 import xxhash
 
-from buffer.errors import ForebayError, ProofFailed
-from weight_sync.manifest import Manifest, plan_layout
+from buffer.errors import DeadlineExceeded, ForebayError, ProofFailed
+from weight_sync.manifest import Manifest, TensorEntry, plan_layout
 from weight_sync.model_folder import read_tensors
 from weight_sync.registry import ProofRecord, SelfTestReference
 from weight_sync.settings import WeightSyncSettings
 from weight_sync.shadow import Shadow, ShadowReference, checksum, create_shadow
 
+T = TypeVar("T")
 Tensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Gives the initial weights under their Hugging Face names, anew at each call."""
 LogProbs = Callable[[Iterator[tuple[str, torch.Tensor]], Sequence[int]], Sequence[float]]
@@ -35,6 +37,8 @@ SELF_TEST_VERSION = -1  # what tokens would carry; none is sampled
 SMALLEST_SCALE = 0.02  # of the noise, before `self_test_noise`: tensors of zeros get noise too
 FLOOR_FACTOR = 5.0  # noisy weights differ by up to three times what the initial ones do between kernels
 SMALLEST_BOUND = {"float32": 1e-4, "bfloat16": 2e-3}
+ENGINE_SECONDS = 600.0  # most that the engine may take to answer one call: a load of a large model is the longest
+LOG_PROBS = "compute the log-probs of a sequence"
 LEAST_CHANGE = 5.0  # the noise must move log-probs by so many times what is tolerated
 
 
@@ -179,7 +183,7 @@ async def self_test(
     its own loader, and has them again afterwards, from the shadow. Raises ProofFailed, saying what differs."""
     ids = list(reference.token_ids)
     allowed = tolerance(settings, reference.dtype)
-    own = await engine.log_probs(ids)
+    own = await _answer(engine.log_probs(ids), LOG_PROBS)
     floor, floor_max = differences(own, reference.log_probs)
     _demand(
         floor <= allowed,
@@ -246,10 +250,8 @@ async def _with_weights(
     engine: ProvedEngine, shadow: Shadow, tensors: Iterable[tuple[str, torch.Tensor]], ids: list[int]
 ) -> list[float]:
     """The engine's log-probs after a load of the tensors through the shadow."""
-    shadow.write(tensors)
-    entries = tuple(
-        msgspec.structs.replace(entry, checksum=checksum(shadow.buckets, entry)) for entry in shadow.layout.tensors
-    )
+    # In a thread: with a large model it takes minutes, and the engine's loop has a heartbeat to keep.
+    entries = await asyncio.to_thread(_fill, shadow, tensors)
     manifest = Manifest(
         version=SELF_TEST_VERSION,
         step=0,
@@ -259,12 +261,32 @@ async def _with_weights(
         probe_token_ids=tuple(ids),
         probe_log_probs=(),
     )
-    await engine.pause()
+    await _answer(engine.pause(), "pause")
     try:
-        await engine.load(shadow.reference(manifest), SELF_TEST_VERSION)
+        await _answer(engine.load(shadow.reference(manifest), SELF_TEST_VERSION), "load weights")
     finally:
-        await engine.resume()
-    return await engine.log_probs(ids)
+        await _answer(engine.resume(), "resume")
+    return await _answer(engine.log_probs(ids), LOG_PROBS)
+
+
+def _fill(shadow: Shadow, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorEntry, ...]:
+    """Write the tensors; their places with checksums."""
+    shadow.write(tensors)
+    return tuple(
+        msgspec.structs.replace(entry, checksum=checksum(shadow.buckets, entry)) for entry in shadow.layout.tensors
+    )
+
+
+async def _answer(action: Awaitable[T], what: str) -> T:
+    """What the engine answers, within a bound."""
+    try:
+        return await asyncio.wait_for(action, ENGINE_SECONDS)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the engine did not {what} within {ENGINE_SECONDS:.0f} s",
+            where="the proof of what it computes with",
+            cure="the engine is stuck: see its log; this producer ends and its prompts go back",
+        ) from None
 
 
 # -- (c) digests
@@ -296,11 +318,11 @@ def compare_digests(records: Iterable[ProofRecord]) -> dict[str, str]:
 
 # -- (d) the probe
 async def probe(engine: ProvedEngine, manifest: Manifest, allowed: float) -> ProbeResult:
-    """Compare the engine's log-probs with the manifest's. NaN never passes."""
-    mean, largest = 0.0, 0.0
+    """Compare the engine's log-probs with the manifest's. NaN never passes. Raises ProofFailed without a probe."""
+    found: Sequence[float] = []
     if manifest.probe_token_ids:
-        found = await engine.log_probs(manifest.probe_token_ids)
-        mean, largest = differences(found, manifest.probe_log_probs)
+        found = await _answer(engine.log_probs(manifest.probe_token_ids), LOG_PROBS)
+    mean, largest = differences(found, manifest.probe_log_probs)
     return ProbeResult(manifest.version, mean, largest, allowed, mean <= allowed)
 
 

@@ -29,7 +29,6 @@ from weight_sync.shadow import checksum, write_tensor
 log = logging.getLogger("forebay.weight_sync")
 
 IDLE_SECONDS = 0.25  # how often the thread looks for receivers that lack the current version
-POLL_SECONDS = 0.01
 ALIVE_SECONDS = 0.5  # how often liveness is read while waiting for receivers
 ATTEMPTS = 4  # epochs for one sync; receivers still without it get it as late joiners
 LONGEST_PAUSE_SECONDS = 30.0
@@ -149,6 +148,7 @@ class Publisher:
         self._copies = [_HostCopy(settings.bucket_bytes, wire) for _ in range(2)]
         self._change = threading.Condition()
         self._pending: Publication | None = None
+        self._active: Publication | None = None  # what the thread is at
         self._sending: _HostCopy | None = None
         self._current: tuple[_HostCopy, Manifest] | None = None
         self._failure: ForebayError | None = None
@@ -170,6 +170,11 @@ class Publisher:
         for channel in self._channels:
             channel.close()
 
+    def longest_seconds(self) -> float:
+        """What a sync can take at most: each of its epochs costs two joins and a transfer for each transport."""
+        one = 2 * self._settings.join_seconds + self._settings.transfer_seconds
+        return ATTEMPTS * one * len(self._channels)
+
     def publish(
         self,
         step: int,
@@ -185,13 +190,16 @@ class Publisher:
         with self._change:
             if self._failure is not None:
                 raise self._failure
+            if self._stopping:
+                raise ForebayError("the publisher was stopped before it sent the weights")
             self._pending = publication
             self._change.notify_all()
         return publication
 
     def _free_copy(self) -> _HostCopy:
         """A copy that is neither being sent nor waiting to be; the older one when both are free."""
-        seconds = ATTEMPTS * (2 * self._settings.join_seconds + self._settings.transfer_seconds)
+        # The sync that runs may be one for late joiners.
+        seconds = 2 * self.longest_seconds()
         with self._change:
 
             def free() -> bool:
@@ -235,6 +243,7 @@ class Publisher:
                     self._pending._finish(error=ForebayError("the publisher was stopped before it sent the weights"))
                 return False
             publication, self._pending = self._pending, None
+            self._active = publication
             held = self._current
             self._sending = publication._copy if publication else held[0] if held else None
             self._change.notify_all()
@@ -244,10 +253,6 @@ class Publisher:
             elif held is not None:
                 for channel in self._channels:
                     channel.serve_late(held[1], held[0])
-        except Fenced as error:
-            if publication is not None:
-                publication._finish(error=error)
-            raise
         except BufferUnavailable as error:  # it has waited for the server's return; the next turn tries anew
             log.warning("the publisher cannot reach Redis: %s", error)
             if publication is not None:
@@ -255,6 +260,7 @@ class Publisher:
         finally:
             with self._change:
                 self._sending = None
+        self._active = None
         return True
 
     def _publish(self, publication: Publication) -> None:
@@ -292,8 +298,9 @@ class Publisher:
     def _fail(self, error: ForebayError) -> None:
         with self._change:
             self._failure = error
-            if self._pending is not None:
-                self._pending._finish(error=error)
+            for publication in (self._active, self._pending):
+                if publication is not None:
+                    publication._finish(error=error)
             self._change.notify_all()
 
 
@@ -445,6 +452,7 @@ class _Channel:
         missing = list(seats)
         gone: list[Seat] = []
         look = time.monotonic() + ALIVE_SECONDS
+        seen = self._registry.last_report()
         while True:
             records = self._registry.receivers()
             still = []
@@ -463,10 +471,11 @@ class _Channel:
             if not missing:
                 return gone
             waiting(_names(missing))
-            if time.monotonic() > deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 self._silent.update({seat: records[seat.member].beat for seat in missing})
                 return gone + missing
-            time.sleep(POLL_SECONDS)
+            seen = self._registry.wait_report(seen, min(left, ALIVE_SECONDS))
 
 
 def _names(seats: Iterable[Seat]) -> str:

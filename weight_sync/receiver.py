@@ -204,9 +204,11 @@ class Receiver:
             if slot:
                 # While the next bucket arrives.
                 checks.append(self._checker.submit(_check_bucket, slot.shadow, manifest, number))
-        self._conclude(epoch, manifest, slot, checks)
+        self._conclude(epoch, manifest, slot, checks, deadline)
 
-    def _conclude(self, epoch: Epoch, manifest: Manifest, slot: _Slot | None, checks: list[Future[None]]) -> None:
+    def _conclude(
+        self, epoch: Epoch, manifest: Manifest, slot: _Slot | None, checks: list[Future[None]], deadline: float
+    ) -> None:
         """Acknowledge the sync with what came of it."""
         if slot is None:
             error = "" if self._holds(manifest) else f"both shadows were in use when version {manifest.version} came"
@@ -214,7 +216,7 @@ class Receiver:
             return
         try:
             for check in checks:
-                check.result(self._settings.transfer_seconds)
+                check.result(max(deadline - time.monotonic(), 0.0))
         except (ShadowBroken, TimeoutError) as error:
             slot.state, slot.manifest = "free", None
             log.error("%s: %s", self._seat.member, error)

@@ -117,7 +117,8 @@ class Registry:
     def __init__(self, client: "redis.Redis", run: str) -> None:
         self._client = client
         self._base = f"forebay:{{{run}}}:weights"
-        self._wake = self._key("changes")
+        self._changes = self._key("changes")
+        self._reports = self._key("reports")
 
     def _key(self, name: str) -> str:
         return f"{self._base}:{name}"
@@ -151,20 +152,24 @@ class Registry:
         self._write(fence, "reference", msgspec.json.encode(reference))
 
     def _write(self, fence: int, name: str, value: bytes) -> None:
-        keys = (self._key("fence"), self._key(name), self._wake)
+        keys = (self._key("fence"), self._key(name), self._changes)
         held = int(self._client.eval(_WRITE, len(keys), *keys, str(fence), value))
         if held:
             raise _fenced(fence, held)
 
     # -- written by receivers and replicas
     def write_receiver(self, record: ReceiverRecord) -> None:
-        """Sign in, or say what changed."""
-        self._client.hset(self._key("receivers"), record.member, msgspec.json.encode(record))
+        """Sign in, or say what changed; wakes the publisher."""
+        both = self._client.pipeline(transaction=True)
+        both.hset(self._key("receivers"), record.member, msgspec.json.encode(record))
+        both.xadd(self._reports, {"who": record.member}, maxlen=16)
+        both.execute()
 
     def remove_receiver(self, member: str, incarnation: int) -> None:
         """Sign out, unless a newer process has the name."""
         if (record := self.receivers().get(member)) and record.incarnation == incarnation:
             self._client.hdel(self._key("receivers"), member)
+            self._client.xadd(self._reports, {"who": member}, maxlen=16)
 
     def write_proof(self, record: ProofRecord) -> None:
         """What a replica has proved, with the server's time: its newest record, and one more in the history."""
@@ -207,18 +212,32 @@ class Registry:
         entries: Any = self._client.xrange(self._key("proofs:history"))
         return [_decoded(fields[b"proof"], ProofRecord) for _, fields in entries]
 
+    def last_change(self) -> str:
+        """The publisher's last write so far; asked for before what it wrote is read."""
+        return self._last(self._changes)
+
     def wait_change(self, seen: str, seconds: float) -> str:
-        """Sleep until the publisher writes, at most ``seconds``; ``seen`` is the last answer, or "$" at first."""
-        answer: Any = self._client.xread({self._wake: seen}, count=16, block=max(int(seconds * 1000), 1))
+        """Sleep until the publisher writes after ``seen``, at most ``seconds``; the last write."""
+        return self._wait(self._changes, seen, seconds)
+
+    def last_report(self) -> str:
+        """The receivers' last word so far; asked for before their records are read."""
+        return self._last(self._reports)
+
+    def wait_report(self, seen: str, seconds: float) -> str:
+        """Sleep until a receiver reports after ``seen``, at most ``seconds``; the last report."""
+        return self._wait(self._reports, seen, seconds)
+
+    def _last(self, stream: str) -> str:
+        newest: Any = self._client.xrevrange(stream, count=1)
+        return newest[0][0].decode() if newest else "0-0"
+
+    def _wait(self, stream: str, seen: str, seconds: float) -> str:
+        answer: Any = self._client.xread({stream: seen}, count=16, block=max(int(seconds * 1000), 1))
         if not answer:
             return seen
         entries = answer[0][1] if isinstance(answer, list) else next(iter(answer.values()))[0]
         return str(entries[-1][0].decode())
-
-    def last_change(self) -> str:
-        """Where `wait_change` begins."""
-        newest: Any = self._client.xrevrange(self._wake, count=1)
-        return newest[0][0].decode() if newest else "0-0"
 
     def _read(self, name: str, kind: type[T]) -> T | None:
         data = self._client.get(self._key(name))
