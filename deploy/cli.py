@@ -10,25 +10,25 @@ import time
 from contextlib import ExitStack
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import redis
 import typer
-import yaml
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.syntax import Syntax
+from rich.padding import Padding
 from rich.table import Table
 
 from buffer.errors import ForebayError, LedgerBroken, SpecError
 from buffer.ledger import Ledger
 from deploy import progress, run_folder
 from deploy.check import CheckReport, check_spec
-from deploy.controller.client import ControllerClient
-from deploy.run import Run, set_aside
 from deploy.spec import RunSpec, load_spec, schema
 from deploy.status import Status, read_status
+
+if TYPE_CHECKING:
+    from deploy.controller.client import ControllerClient
 
 app = typer.Typer(
     name="forebay",
@@ -68,6 +68,9 @@ def run(
     """Start everything on this machine, train to the end, write report.json. Ctrl-C drains and checkpoints."""
     if resume and restart:
         raise SpecError("--resume and --restart exclude each other", where="command line", cure="give one of them")
+    # Here, as what else is needed by one command only: a quick command should not wait for the imports of a slow one.
+    from deploy.run import Run, set_aside
+
     spec = load_spec(spec_file, changes or ())
     check_spec(spec).raise_problems()
     if restart and (aside := set_aside(spec.path)):
@@ -138,6 +141,9 @@ def check(spec_file: SpecFile, changes: Changes = None, as_json: AsJson = False)
 
 
 def _print_check(spec: RunSpec, report: CheckReport) -> None:
+    import yaml
+    from rich.syntax import Syntax
+
     text = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
     out.print(Syntax(text, "yaml", background_color="default"))
     table = Table(title="what follows", title_justify="left", show_header=False, box=None)
@@ -158,6 +164,23 @@ def _print_check(spec: RunSpec, report: CheckReport) -> None:
 def print_schema() -> None:
     """Print the JSON schema of a run spec, for editors and for people."""
     print(json.dumps(schema(), indent=2))
+
+
+@app.command("explain")
+def explain_key(
+    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A key of the spec, e.g. consumer.optimizer.")] = "",
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print all keys as a page.")] = False,
+) -> None:
+    """Explain a key of the run spec and those below it: type, default, meaning."""
+    from deploy import explain
+
+    if as_markdown:
+        print(explain.markdown(), end="")
+        return
+    for found in explain.explain(key) if key else explain.keys():
+        default = "required" if found.default is None else f"default {found.default}" if found.default else ""
+        out.print(f"[bold]{escape(found.name)}[/]  {escape(found.kind)}  {escape(default)}".rstrip(), highlight=False)
+        out.print(Padding(escape(found.text), (0, 0, 0, 4)), highlight=False)
 
 
 @app.command()
@@ -235,7 +258,9 @@ def _print_map(content: dict[str, Any], as_json: bool) -> None:
     out.print(table)
 
 
-def _controller(folder: Path) -> ControllerClient:
+def _controller(folder: Path) -> "ControllerClient":
+    from deploy.controller.client import ControllerClient
+
     record = run_folder.read_record(folder)
     if not run_folder.is_running(folder):
         raise SpecError("the run is not running", where=str(folder), cure="start it with `forebay run SPEC --resume`")
