@@ -1,12 +1,37 @@
-"""Settings of the buffer: where it is and how much it may hold."""
+"""Settings: how a service reads its own, and those of the buffer: where it is and how much it may hold."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from buffer.errors import SpecError
 
 
 class Settings(BaseModel):
     """Base of every settings model: unknown keys are refused and values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+Model = TypeVar("Model", bound=Settings)
+
+
+def read_settings(kind: type[Model], path: Path) -> Model:
+    """The settings of a service in a JSON file, as `deploy` writes them; raises SpecError."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise SpecError(
+            f"the settings cannot be read: {error.strerror}", where=str(path), cure="check the path"
+        ) from error
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()
+        )
+        raise SpecError(
+            f"the settings are malformed: {problems}", where=str(path), cure="run `forebay check` on the run's spec"
+        ) from error
 
 
 class BufferSettings(Settings):

@@ -6,12 +6,14 @@
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import redis
 
 from buffer.errors import ForebayError, ProofFailed
+from buffer.settings import read_settings
 from producer.engine.base import Completion, Engine, Request
-from producer.service import read_settings, serve
+from producer.service import serve
 from producer.settings import ProducerSettings
 from weight_sync.manifest import Manifest
 from weight_sync.shadow import ShadowReference
@@ -136,7 +138,7 @@ class ScriptedWeights:
 
 
 def main() -> int:
-    settings = read_settings(sys.argv[1])
+    settings = read_settings(ProducerSettings, Path(sys.argv[1]))
 
     def engine(_: ProducerSettings) -> Engine:
         return ScriptedEngine(token_seconds=float(sys.argv[2]))

@@ -20,8 +20,8 @@ from buffer.errors import BufferUnavailable, ForebayError, ProofFailed, SpecErro
 from buffer.ledger import Ledger
 from buffer.members import Members
 from buffer.metrics import Control, EvaluationQueue, Metrics
+from producer.replica import Replica
 from producer.rollout import sampling_seed
-from producer.service import Service
 from producer.settings import ProducerSettings
 from tests.producer.scripted import ScriptedEngine, ScriptedWeights
 
@@ -36,7 +36,7 @@ class Scene:
 
     client: "redis.Redis"
     settings: ProducerSettings
-    service: Service
+    replica: Replica
     engine: ScriptedEngine
     weights: ScriptedWeights
     ledger: Ledger
@@ -90,11 +90,11 @@ def play(
     async def run() -> Scene:
         ledger = Ledger(client, settings.run)
         chosen_engine, chosen_weights = engine or ScriptedEngine(), weights or ScriptedWeights()
-        service = Service(settings, lambda _: chosen_engine, lambda *_: chosen_weights)
+        replica = Replica(settings, lambda _: chosen_engine, lambda *_: chosen_weights)
         scene = Scene(
             client,
             settings,
-            service,
+            replica,
             chosen_engine,
             chosen_weights,
             ledger,
@@ -102,11 +102,11 @@ def play(
         )
         if publish:
             scene.publish()
-        serving = asyncio.create_task(service.run())
+        serving = asyncio.create_task(replica.run())
         acting = asyncio.ensure_future(act(scene))
         await asyncio.wait([serving, acting], return_when=asyncio.FIRST_COMPLETED, timeout=60)
         if acting.done():
-            service.drain("the test is over")
+            replica.drain("the test is over")
             try:
                 acting.result()
             finally:
@@ -433,16 +433,16 @@ def test_two_producers_share_a_short_supply(client: "redis.Redis", make_settings
         settings = [make_settings(member=f"producer-{n}", groups_per_step=12) for n in range(2)]
         ledger = Ledger(client, settings[0].run)
         ledger.publish(fence=ledger.register_publisher(), step=0)
-        services = [
-            Service(one, lambda _: ScriptedEngine(token_seconds=0.05), lambda *_: ScriptedWeights()) for one in settings
+        replicas = [
+            Replica(one, lambda _: ScriptedEngine(token_seconds=0.05), lambda *_: ScriptedWeights()) for one in settings
         ]
-        tasks = [asyncio.create_task(service.run()) for service in services]
+        tasks = [asyncio.create_task(replica.run()) for replica in replicas]
         deadline = time.monotonic() + 20
         while (await asyncio.to_thread(ledger.verify)).counts.get("generated", 0) < 24:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
-        for service in services:
-            service.drain("done")
+        for replica in replicas:
+            replica.drain("done")
         await asyncio.wait_for(asyncio.gather(*tasks), 20)
         assert not ledger.verify().problems
         made = [group.producer for group in ledger.read_groups(range(24))]

@@ -16,7 +16,7 @@ import transformers
 from buffer.errors import ProofFailed
 from buffer.ledger import Ledger
 from buffer.members import Members
-from producer.service import Service
+from producer.replica import Replica
 from producer.settings import ProducerSettings
 from producer.weights import ReceivedWeights, communicator_name
 from tests.producer.scripted import ScriptedEngine
@@ -109,12 +109,12 @@ def run_with_trainer(
 ) -> None:
     async def run() -> None:
         trainer = await asyncio.to_thread(Trainer, client, settings)
-        service = Service(settings, lambda _: engine, ReceivedWeights)
-        serving = asyncio.create_task(service.run())
+        replica = Replica(settings, lambda _: engine, ReceivedWeights)
+        serving = asyncio.create_task(replica.run())
         try:
             acting = asyncio.create_task(act(trainer))
             await asyncio.wait([serving, acting], return_when=asyncio.FIRST_COMPLETED, timeout=60)
-            service.drain("the test is over")
+            replica.drain("the test is over")
             await asyncio.wait_for(asyncio.gather(serving), 30)
             await acting
         finally:
