@@ -14,7 +14,7 @@ What a restart with `resume` finds, by the point at which the process ended (k: 
 Weights change only in memory until the journal is written, so a step that fails (NaN, a full disk) changes nothing.
 Rank 0 alone talks to the ledger's publisher side; the other ranks follow its decisions and read the same groups.
 
-Run by torchrun: `python -m torch.distributed.run --nproc-per-node N -m consumer.service --settings FILE`.
+Run by torchrun, which `python -m consumer.launch --settings FILE` starts.
 """
 
 import argparse
@@ -29,16 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import colossalai
-import pydantic
 import structlog
 import torch.distributed as dist
 
 from buffer import journal
 from buffer.client import connect
-from buffer.errors import BufferUnavailable, DeadlineExceeded, Fenced, ForebayError, SpecError
+from buffer.errors import BufferUnavailable, DeadlineExceeded, Fenced, ForebayError
 from buffer.ledger import Ledger, Plan, Waiting
+from buffer.logs import log_to
 from buffer.members import Members
 from buffer.metrics import Control, EvaluationQueue, Metrics
+from buffer.processes import die_with_launcher
+from buffer.settings import read_settings
 from consumer import checkpoint, recovery
 from consumer.accelerator import prepare
 from consumer.agreement import Agreement, Decision
@@ -51,19 +53,6 @@ from consumer.training import Trainer, set_threads
 MEMBER = "consumer-0"
 FIRST_POLL, LONGEST_POLL = 0.02, 0.2  # seconds between two questions for the plan
 WORD_EVERY = 1.0  # seconds after which rank 0 says that it still waits
-
-
-def load_settings(path: Path) -> ConsumerSettings:
-    """The settings that deploy wrote."""
-    try:
-        return ConsumerSettings.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise SpecError(f"the settings cannot be read: {error.strerror}", where=str(path)) from error
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise SpecError(
-            f"the settings are malformed: {'.'.join(map(str, first['loc']))}: {first['msg']}", where=str(path)
-        ) from error
 
 
 def settings_digest(settings: ConsumerSettings) -> str:
@@ -336,7 +325,7 @@ class Chief:
             f"step {step} waited {allowed:g} s for {waiting.missing} groups of "
             f"{', '.join(waiting.holders) or 'nobody'}; {waiting.detail}",
             where=f"producers alive: {names}",
-            cure="look at the logs of these producers, start more, or raise trainer.no_progress_seconds",
+            cure="look at the logs of these producers, start more, or raise consumer.no_progress_seconds",
         )
 
     def publish(self, step: int) -> None:
@@ -390,30 +379,17 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-def open_log(folder: Path, rank: int) -> Any:
-    """JSON lines in the run folder."""
-    path = folder / "logs" / f"consumer-{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.WriteLoggerFactory(path.open("a", buffering=1, encoding="utf-8")),
-    )
-    return structlog.get_logger(rank=rank)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one rank; the exit code is the error's."""
     parser = argparse.ArgumentParser(description="One rank of the consumer, started by torchrun.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file of the consumer's settings")
+    die_with_launcher()
     log: Any = None
     try:
-        settings = load_settings(parser.parse_args(arguments).settings)
+        settings = read_settings(ConsumerSettings, parser.parse_args(arguments).settings)
         rank = int(os.environ.get("RANK", "0"))
-        log = open_log(Path(settings.folder), rank)
+        log_to(Path(settings.folder) / "logs" / f"consumer-{rank}.log")
+        log = structlog.get_logger(rank=rank)
         set_threads(settings.settings.threads)
         prepare(settings.settings.platform)
         colossalai.launch_from_torch(seed=settings.seed, verbose=False)
