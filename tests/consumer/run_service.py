@@ -8,6 +8,7 @@ from typing import Any
 
 import buffer.journal
 import buffer.ledger
+from buffer.processes import die_with_parent
 from consumer import service
 
 
@@ -20,7 +21,8 @@ def dying_at(step: int, call: Callable[..., Any], step_of: Callable[..., int]) -
     return watched
 
 
-if __name__ == "__main__":
+def die_as_told() -> None:
+    """Arrange the death that the environment names."""
     point, step = os.environ.get("DIE_BEFORE", ""), int(os.environ.get("DIE_AT_STEP", "0"))
     ledger = buffer.ledger.Ledger
     if point == "journal":
@@ -36,5 +38,20 @@ if __name__ == "__main__":
             service.checkpoint._synchronise,
             lambda path: step if path.name == f".part-step-{step:08d}" else -1,
         )
-    code = service.main(sys.argv[1:])
+
+
+def run(environment: dict[str, str], arguments: list[str], said: str) -> None:
+    """The service in a process that was forked after its imports; what it says on stderr goes to a file."""
+    for number, path in ((1, os.devnull), (2, said)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    os.environ |= environment
+    die_with_parent()
+    die_as_told()
+    code = service.main(arguments)
+    sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    die_as_told()
+    os._exit(service.main(sys.argv[1:]))

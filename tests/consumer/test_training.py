@@ -143,7 +143,7 @@ def test_a_model_with_nan_fails_the_step_and_changes_no_weight(tiny_model: Path,
 
 
 def test_an_update_that_breaks_a_weight_fails_the_step(tiny_model: Path, tmp_path: Path) -> None:
-    trainer = Trainer(make_settings(tiny_model, tmp_path, optimizer={"learning_rate": 1e38, "weight_decay": 1e38}))
+    trainer = Trainer(make_settings(tiny_model, tmp_path, optimizer={"learning_rate": 1e37, "weight_decay": 1e38}))
     with pytest.raises(TrainingFailed, match="is not finite after the update of step 1"):
         trainer.train(1, make_groups(3), planned_version=0, newest=0)
 
