@@ -3,10 +3,13 @@
 ``python3 -m deploy.environments.create [NAME ...]`` makes those that are not ready; it needs nothing installed.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +23,12 @@ from deploy.environments.machine import check_machine
 from deploy.environments.pip import install, torch_options
 
 HEARTBEAT = 30.0  # seconds between two signs of life while pip is at work
+STARTED = {  # what a service imports at its start
+    "producer": "producer.service, vllm.v1.engine.async_llm, vllm.v1.engine.core, vllm.v1.worker.cpu_worker",
+    "consumer": "consumer.launch, consumer.service",
+    "controller": "deploy.cli, pytest",
+}
+COMPILE_SECONDS = 300.0
 
 
 def fingerprint(name: str) -> str:
@@ -65,10 +74,26 @@ def create(name: str) -> None:
     options = torch_options(python) if name != "controller" else ()
     locks = [part for lock in ENVIRONMENTS[name] for part in ("-r", str(lock_file(lock)))]
     # Without dependencies: the locks are complete, and ColossalAI and vLLM ask for packages that must not be there.
-    # Without compiling: Python compiles what is imported, which is a small part of what is installed.
+    # Without compiling: only what is imported needs it, a small part of what is installed.
     install(python, "--no-deps", "--no-build-isolation", "--no-compile", *options, *locks)
     install(python, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    compile_what_is_imported(python, STARTED[name])
     stamp(name).write_text(made_from)
+
+
+def compile_what_is_imported(python: Path, modules: str) -> None:
+    """Import once and keep the compiled files, also where Python is told not to write any: there each start of a
+    service would compile thousands of files anew. Whether it succeeds is a matter of speed only."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [python, "-c", f"import {modules}"],
+            cwd=ROOT,
+            env=environment | {"HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            timeout=COMPILE_SECONDS,
+            check=False,
+        )
 
 
 def create_all(names: list[str]) -> None:
