@@ -260,6 +260,8 @@ class Ledger:
             return _plan(step, answer[1:])
         if answer[0] == "waiting":
             return _waiting(step, int(answer[1]), answer[2:])
+        if answer[0] == "no_data":
+            return Waiting(0, (), f"step {step} waits for the first producer: none has brought the data yet")
         if answer[0] == "used_up":
             raise ForebayError(
                 f"the data is used up: {answer[1]} groups are left, step {step} needs more",

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- ARGV: step, fence, final. Answers {'plan', prompts, version, final, checkpoint}, {'waiting', missing, prompt, state,
--- holder, age in ms, ...}, or why there can be none.
+-- holder, age in ms, ...}, {'no_data'} before any producer has come, or why there can be none.
 local step, fence, final = tonumber(ARGV[1]), ARGV[2], ARGV[3]
 local refusal = fence_refusal(fence)
 if refusal then return refusal end
@@ -13,6 +13,7 @@ if step ~= last + 1 then return {'order', text(last)} end
 local now = now_ms()
 take_back_expired(now)
 local per_step = config('groups_per_step')
+if per_step == 0 then return {'no_data'} end -- no producer has come yet to say what the run's data are
 local due = redis.call('ZRANGE', INPLAY, 0, per_step - 1)
 local missing, waiting = per_step - #due, {}
 for _, prompt in ipairs(due) do

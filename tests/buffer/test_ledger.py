@@ -374,6 +374,13 @@ def test_a_plan_says_how_many_prompts_nobody_has_leased(world: World) -> None:
     assert "2 are not leased yet" in waiting.detail
 
 
+def test_a_plan_waits_for_the_first_producer_before_anybody_brought_the_data(world: World) -> None:
+    fence = world.ledger.register_publisher()
+    answer = world.ledger.plan(1, fence=fence, final=False)
+    assert isinstance(answer, Waiting)
+    assert "waits for the first producer" in answer.detail
+
+
 def test_a_plan_is_written_once_and_read_by_all_ranks(world: World) -> None:
     world.set_up(per_step=3, staleness=1)
     assert world.ledger.read_plan(1) is None
