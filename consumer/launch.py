@@ -4,6 +4,7 @@
 """
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     os.environ[LAUNCHER] = str(os.getpid())
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a rank says itself why it ended
     options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     try:
         torchrun.run(torchrun.parse_args([*options, "-m", "consumer.service", "--settings", str(file)]))

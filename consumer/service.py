@@ -401,6 +401,15 @@ def main(arguments: list[str] | None = None) -> int:
             log.error("failed", error=str(error))
         print(error, file=sys.stderr)
         return error.exit_code
+    except Exception as error:  # the last stop: people get a sentence, the log gets the rest
+        if log is None:
+            raise
+        log.exception("ended by an unexpected error")
+        print(
+            f"unexpected {type(error).__name__}: {error}\n  cure: see consumer-{rank}.log in the run folder's logs",
+            file=sys.stderr,
+        )
+        return 1
     dist.destroy_process_group()
     return 0
 
