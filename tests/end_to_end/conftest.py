@@ -39,22 +39,24 @@ class LiveRun:
     process: "subprocess.Popen[str]"
     folder: Path
 
-    def metrics_step(self) -> int:
-        """The newest step that the status command reports, 0 while there is none."""
+    def status(self) -> dict[str, Any]:
+        """What the status command says; empty before the run can be read."""
         result = forebay("status", str(self.folder), "--json", cwd=self.folder.parent, seconds=30)
-        if result.returncode != 0:
-            return 0
-        return int(json.loads(result.stdout).get("step") or 0)
+        return json.loads(result.stdout) if result.returncode == 0 else {}
 
-    def wait_for_step(self, step: int, seconds: float = 300) -> None:
-        """Return once the run has made ``step`` optimizer steps; fail when it ends or takes too long."""
+    def wait_until(self, is_so: Callable[[dict[str, Any]], bool], what: str, seconds: float = 300) -> None:
+        """Return once the status says so; fail when the run ends or it takes too long."""
         deadline = time.monotonic() + seconds
-        while self.metrics_step() < step:
+        while not is_so(self.status()):
             if self.process.poll() is not None:
-                pytest.fail(f"the run ended before step {step}:\n{self.output()}")
+                pytest.fail(f"the run ended before {what}:\n{self.output()}")
             if time.monotonic() > deadline:
-                pytest.fail(f"the run did not reach step {step} in {seconds} s:\n{self.output()}")
+                pytest.fail(f"not {what} within {seconds} s:\n{self.output()}")
             time.sleep(0.5)
+
+    def wait_for_step(self, step: int) -> None:
+        """Return once the run has made ``step`` optimizer steps."""
+        self.wait_until(lambda status: (status.get("step") or 0) >= step, f"step {step}")
 
     def output(self) -> str:
         """What it printed so far, and the tail of each service's output."""
