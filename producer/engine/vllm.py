@@ -5,10 +5,12 @@ request that starts under a newer one: requests are salted with what was loaded 
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +30,7 @@ from weight_sync.shadow import ShadowReference
 START_SECONDS = 600.0
 CALL_SECONDS = 600.0  # most that the workers may take to answer a call
 STOP_SECONDS = 20.0
+DEAD_POLL_SECONDS = 1.0
 NOTHING_LOADED = -1  # version of the model folder's weights, which no publisher has sent
 LOG_LINES = 12  # of the engine's log in the error of a failed start
 WORKER_EXTENSION = "producer.engine.vllm_worker.WeightLoader"
@@ -95,6 +98,7 @@ class VllmEngine:
             start_seconds=self._start_seconds,
         )
         platform.apply(variables, self._log)
+        resource_tracker.ensure_running()  # this process's own: it does not end with the engine
         before = set(psutil.Process().children(recursive=True))
         read_from = self._log.stat().st_size if self._log.exists() else 0
         try:
@@ -159,7 +163,7 @@ class VllmEngine:
         return arguments | given
 
     async def generate(self, request: Request) -> Completion:
-        await self._stepping.wait()
+        await self._until_stepping()
         release = self._running()
         length = len(request.prompt_token_ids)
         if not 0 < length < release.limit():
@@ -187,6 +191,14 @@ class VllmEngine:
             finish_reason=cast(FinishReason, answer.finish_reason),
             text=text,
         )
+
+    async def _until_stepping(self) -> None:
+        """An engine that dies while it is paused never steps again."""
+        while not self._stepping.is_set():
+            if self._running().dead():
+                raise self._dead()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stepping.wait(), DEAD_POLL_SECONDS)
 
     def _check(self, request: Request, answer: vllm_release.Answer) -> None:
         if not all(map(math.isfinite, answer.log_probs)):

@@ -3,9 +3,8 @@
 import asyncio
 import importlib.util
 import itertools
-import os
+import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,21 +17,25 @@ import msgspec
 import psutil
 import pytest
 import torch
-from buffer.errors import ForebayError, SpecError
+
+from buffer.errors import ForebayError, ProofFailed, SpecError
 from producer.engine import platform
 from producer.engine.base import Completion, Request
 from producer.engine.shadow_names import ShadowRefused
 from producer.engine.vllm import EngineFailed, EngineProducedNaN, VllmEngine
 from producer.settings import ModelSettings, PoolSettings
+from weight_sync import proof
 from weight_sync.manifest import Manifest, plan_layout
 from weight_sync.model_folder import read_tensors
-from weight_sync.shadow import checksum, create_shadow
+from weight_sync.settings import WeightSyncSettings
+from weight_sync.shadow import ShadowReference, checksum, create_shadow
 
 pytestmark = [pytest.mark.slow, pytest.mark.producer_env]
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 1
 LOADS = 5
+SHAPE = {"hidden": 64, "layers": 2, "std": 0.15}  # of the models: with so wide a spread log-probs tell weights apart
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 
@@ -54,6 +57,7 @@ def engine_for(model: Path, folder: Path, *, args: Mapping[str, Any] | None = No
 class Bench:
     """One running engine, its model, and transformers' idea of it."""
 
+    tied: bool
     model: Path
     folder: Path
     engine: VllmEngine
@@ -145,14 +149,14 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp(request.param)
-    model = write_model(folder / "model", tied=request.param == "tied", hidden=64, layers=2, std=0.15)
+    model = write_model(folder / "model", tied=request.param == "tied", **SHAPE)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     engine = engine_for(model, folder, worker_extension="tests.producer.corrupting_worker.CorruptingLoader")
     with asyncio.Runner() as runner:
         started = time.monotonic()
         runner.run(engine.start())
         print(f"\nengine started in {time.monotonic() - started:.1f} s: {engine.layout()}")
-        bench = Bench(model, folder, engine, runner, reference)
+        bench = Bench(request.param == "tied", model, folder, engine, runner, reference)
         try:
             yield bench
         finally:
@@ -160,6 +164,36 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 print(f"\nloads took {', '.join(f'{seconds * 1000:.0f}' for seconds in bench.load_seconds)} ms")
             runner.run(engine.stop())
     assert not [child for child in psutil.Process().children() if "EngineCore" in child.name()]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Another process with an engine on the weights of the tied model, as its own loader reads them."""
+
+    process: "subprocess.Popen[str]"
+    engine: list[psutil.Process]
+    layout: str
+    digests: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+    folder = tmp_path_factory.mktemp("owner")
+    model = write_model(folder / "model", tied=True, **SHAPE)
+    command = [sys.executable, "-m", "tests.producer.engine_owner", str(model), str(folder)]
+    with (folder / "err").open("w") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, (folder / "err").read_text()
+        told = json.loads(line)
+        engine = [psutil.Process(pid) for pid in told["processes"]]
+        assert engine
+        yield Owner(process, engine, told["layout"], told["digests"])
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 def test_each_token_has_the_log_prob_that_transformers_gives_it(bench: Bench) -> None:
@@ -309,11 +343,67 @@ def test_digests_are_of_what_computes(bench: Bench) -> None:
     bench.run(bench.load(bench.initial()))
     # Only what the kernel reads is wrong, no parameter is.
     for layer in ("model.layers.0.mlp.down_proj", "lm_head"):
-        bench.run(bench.engine._call("corrupt_packed", layer))
+        bench.run(bench.engine._call("corrupt", layer))
         assert odd(bench.run(bench.engine.digests())) == {f"0:{layer} (packed)"}
         assert bench.difference(tokens_of(303)) > 1e-5
         bench.run(bench.load(bench.initial()))
         assert not odd(bench.run(bench.engine.digests()))
+
+
+def test_two_engines_have_equal_digests_of_equal_weights_however_those_came(bench: Bench, owner: Owner) -> None:
+    bench.run(bench.load(changed(bench.initial(), 10)))
+    bench.run(bench.load(bench.initial()))
+    mine = dict(bench.run(bench.engine.digests()))
+    assert bench.engine.layout() == owner.layout
+    assert mine.keys() - {"0:lm_head.weight"} == owner.digests.keys()  # a tied head has no weight of its own
+    odd = {name for name in owner.digests if mine[name] != owner.digests[name]}
+    # The untied model is the same but for its head.
+    assert odd == (set() if bench.tied else {"0:lm_head (packed)"})
+
+
+def self_test(bench: Bench, stale: str = "") -> proof.SelfTestResult:
+    settings = WeightSyncSettings()
+
+    def log_probs(tensors: Iterator[tuple[str, torch.Tensor]], token_ids: Sequence[int]) -> list[float]:
+        bench.reference.load_state_dict(dict(tensors), strict=False)
+        wanted = bench.expected(token_ids)
+        return wanted.gather(-1, torch.tensor(list(token_ids))[1:, None])[:, 0].tolist()
+
+    reference = proof.make_reference(
+        log_probs,
+        lambda: read_tensors(bench.model),
+        noise=settings.self_test_noise,
+        seed=3,
+        dtype="float32",
+        token_ids=proof.probe_sequence(260, settings.probe_tokens, 3),
+    )
+    bench.run(bench.load(bench.initial()))
+    bench.run(bench.engine._call("leave_stale", stale))
+    try:
+        return bench.run(proof.self_test(bench.engine, bench.model, reference, bench.folder / "shadows", settings))
+    finally:
+        bench.run(bench.engine._call("leave_stale", ""))
+
+
+def test_the_self_test_proves_the_load_path_and_gives_the_initial_weights_back(bench: Bench) -> None:
+    result = self_test(bench)
+    assert result.difference < 1e-4 < 0.05 < result.change
+    bench.reference.load_state_dict(bench.initial(), strict=False)
+    assert bench.difference(tokens_of(308)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.self_attn.qkv_proj",
+        "model.layers.1.post_attention_layernorm",
+        "lm_head",
+    ],
+)
+def test_the_self_test_catches_one_stale_layer_and_a_stale_head(bench: Bench, stale: str) -> None:
+    with pytest.raises(ProofFailed, match="the load leaves something stale"):
+        self_test(bench, stale)
 
 
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay(bench: Bench) -> None:
@@ -330,8 +420,6 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(bench: Bench
 
 
 def test_a_load_needs_a_paused_engine(bench: Bench) -> None:
-    from weight_sync.shadow import ShadowReference
-
     with pytest.raises(EngineFailed, match="paused"):
         bench.run(bench.engine.load(ShadowReference("nowhere", "{}"), 1))
 
@@ -341,48 +429,62 @@ def test_a_prompt_over_the_engines_limit_is_refused(bench: Bench) -> None:
         bench.generate(tokens_of(305, 1024))
 
 
-def test_nan_is_an_error_and_the_next_weights_are_good_again(bench: Bench) -> None:
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_nan_is_an_error_and_the_next_weights_are_good_again(bench: Bench, name: str) -> None:
     broken = bench.initial()
-    broken["model.norm.weight"][0] = float("nan")
-    bench.run(bench.load(broken))
-    for temperature in (1.0, 0.0):
-        with pytest.raises(EngineProducedNaN, match="not numbers"):
-            bench.generate(tokens_of(306, 6), temperature=temperature)
+    broken[name].view(-1)[0] = float("nan")
+    version = bench.run(bench.load(broken))
+    for sampling in ({}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+        with pytest.raises(EngineProducedNaN, match=f"not numbers(.|\n)*version {version}"):
+            try:
+                bench.generate(tokens_of(306, 6), **sampling)
+            except EngineProducedNaN as error:
+                raise EngineProducedNaN(str(error)) from error
+    ids = tokens_of(306)
+    manifest = Manifest(
+        version=version,
+        step=0,
+        fence=0,
+        tensors=(),
+        bucket_sizes=(),
+        probe_token_ids=tuple(ids),
+        probe_log_probs=(-1.0,) * (len(ids) - 1),
+    )
+    assert not bench.run(proof.probe(bench.engine, manifest, 1e9)).passed
     bench.run(bench.load(bench.initial()))
-    assert bench.difference(tokens_of(306)) < 1e-4
+    assert bench.difference(ids) < 1e-4
 
 
-def test_a_dead_engine_is_told(bench: Bench) -> None:
+def test_a_killed_engine_is_told_within_seconds_by_whatever_is_asked(bench: Bench) -> None:
     async def killed() -> None:
-        running = asyncio.create_task(
-            bench.engine.generate(bench.request(tokens_of(307, 6), max_tokens=900, temperature=1.5))
-        )
+        request = bench.request(tokens_of(307, 6), max_tokens=900, temperature=1.5)
+        running = asyncio.create_task(bench.engine.generate(request))
         await asyncio.sleep(0.05)
+        if not bench.tied:  # the other model's engine is killed while it rests
+            await bench.engine.pause()
         core = next(child for child in psutil.Process().children() if "EngineCore" in child.name())
         core.kill()
+        before = time.monotonic()
         with pytest.raises(EngineFailed, match="died"):
             await running
         with pytest.raises(EngineFailed, match="died"):
             await bench.engine.check()
         with pytest.raises(EngineFailed, match="died"):
+            await bench.engine.log_probs(tokens_of(307, 6))
+        with pytest.raises(EngineFailed, match="died"):
+            await bench.load(bench.initial())
+        with pytest.raises(EngineFailed, match="died"):
             await bench.engine.generate(bench.request(tokens_of(307, 6)))
+        assert time.monotonic() - before < 5
 
     bench.run(killed())
 
 
-def test_an_engine_ends_with_its_owner_however_that_ends(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", hidden=32, layers=1)
-    command = [sys.executable, "-m", "tests.producer.engine_owner", str(model), str(tmp_path)]
-    with (tmp_path / "err").open("w") as errors:
-        owner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert owner.stdout is not None
-        line = owner.stdout.readline()
-        assert line, (tmp_path / "err").read_text()
-        children = [psutil.Process(int(pid)) for pid in line.split()]
-        os.kill(owner.pid, signal.SIGKILL)
-        owner.wait(10)
-    assert children
-    _, alive = psutil.wait_procs(children, timeout=5)
+def test_an_engine_ends_with_its_owner_however_that_ends(owner: Owner) -> None:
+    assert all(process.is_running() for process in owner.engine)
+    owner.process.kill()
+    owner.process.wait(10)
+    _, alive = psutil.wait_procs(owner.engine, timeout=5)
     assert not alive
 
 
