@@ -37,7 +37,7 @@ class Publications:
         self._service, self._fence = service, fence
         self._settings = service.settings
         self._version = service.ledger.next_version()
-        self._pending: tuple[Publication, int, int] | None = None
+        self._pending: Publication | None = None
         self._reference = reference_of_initial_weights(self._settings)
         self._publisher = Publisher(
             service.client,
@@ -66,18 +66,22 @@ class Publications:
         log_probs = raw_log_probs(self._service.trainer.policy(), token_ids)
         publication = self._publisher.publish(step, self._tensors(), token_ids, log_probs)
         version, self._version = self._version, self._version + 1
-        self._pending = (publication, version, step)
+        self._pending = publication
         return version
 
-    def wait(self) -> tuple[int, int] | None:
-        """Wait for the publication under way; its version and step, or None when there is none."""
+    @property
+    def next_version(self) -> int:
+        """The version that the next hand-over makes."""
+        return self._version
+
+    def wait(self) -> None:
+        """Wait for the publication under way, if there is one."""
         if self._pending is None:
-            return None
-        publication, version, step = self._pending
-        # It may come after a sync for receivers that joined late.
-        publication.wait(2 * self._publisher.longest_seconds())
+            return
+        # A lost member costs its deadlines once, then the version goes to the members of a new epoch.
+        deadlines = self._settings.weight_sync
+        self._pending.wait(2 * (deadlines.join_seconds + deadlines.transfer_seconds))
         self._pending = None
-        return version, step
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = getattr(torch, self._settings.wire_dtype)

@@ -330,20 +330,14 @@ class Chief:
 
     def publish(self, step: int) -> None:
         """Hand the weights to the publisher, after the version before has arrived."""
-        self._confirm()
+        self.publications.wait()
+        every, version = self.settings.evaluation_every, self.publications.next_version
+        if every is not None and (version % every == 0 or step == self.settings.steps):
+            # Before anybody has it: a producer evaluates a version between loading it and loading the next.
+            self.evaluations.request(version, step)
         self.version = self.publications.hand_over(step)
         self.presence.serving(self.version)
         self.service.log.info("publish", step=step, version=self.version)
-
-    def _confirm(self) -> None:
-        """Wait for the publication under way, then ask for its evaluation if it is due."""
-        confirmed = self.publications.wait()
-        if confirmed is None:
-            return
-        version, step = confirmed
-        every = self.settings.evaluation_every
-        if every is not None and (version % every == 0 or step == self.settings.steps):
-            self.evaluations.request(version, step)
 
     def record(self, plan: Plan, values: dict[str, float]) -> None:
         """Report a trained step."""
@@ -353,7 +347,7 @@ class Chief:
     def finish(self) -> None:
         """Wait for the last publication, and at the end of the run for the evaluations, which need the publisher: a
         producer that joins late gets the last version from it."""
-        self._confirm()
+        self.publications.wait()
         deadline = time.monotonic() + self.settings.settings.no_progress_seconds
         finished = self.service.saved_step == self.settings.steps
         while finished and self.evaluations.open() and not self.service.stop_asked():

@@ -10,6 +10,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.proved = -1
+        self.step = 0  # of the optimizer, that made the proved version
         self.fault: ProofFailed | None = None
         self._changed = asyncio.Condition()
 
@@ -18,10 +19,10 @@ class Gate:
         """Whether this producer may lease."""
         return self.proved >= 0 and self.fault is None
 
-    async def prove(self, version: int) -> None:
-        """``version`` computes as the trainer's does."""
+    async def prove(self, version: int, step: int) -> None:
+        """``version``, which optimizer step ``step`` made, computes as the trainer's does."""
         async with self._changed:
-            self.proved = version
+            self.proved, self.step = version, step
             self._changed.notify_all()
 
     async def close(self, fault: ProofFailed) -> None:

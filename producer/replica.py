@@ -231,9 +231,10 @@ class Replica:
         claimed = await asyncio.to_thread(queue.claim, self.settings.member, version=self.gate.proved, seconds=seconds)
         if claimed is None:
             return
-        version, step = claimed
-        served = self.gate.proved
-        log.info("evaluation", version=version, served=served, prompts=len(held_out.rows))
+        asked, _ = claimed
+        # What was asked for may have been overtaken; a record is of the version that answers, which stays meanwhile.
+        version, step = self.gate.proved, self.gate.step
+        log.info("evaluation", version=version, asked=asked, prompts=len(held_out.rows))
         self._not_evaluating.clear()
         try:
             values = await asyncio.wait_for(
@@ -256,9 +257,9 @@ class Replica:
             return
         finally:
             self._not_evaluating.set()
-        values |= {"step": float(step), "served": float(served)}
+        values |= {"step": float(step), "asked": float(asked)}
         await asyncio.to_thread(metrics.record_evaluation, version, values)
-        await asyncio.to_thread(queue.done, version)
+        await asyncio.to_thread(queue.done, asked)
         log.info("evaluated", version=version, accuracy=values["accuracy"], seconds=round(values["seconds"], 2))
 
     async def _report(

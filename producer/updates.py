@@ -107,7 +107,7 @@ class Updates:
             return
         # The ledger first: it must know what is proved before anybody leases with it.
         await self.on_proved(manifest.version)
-        await self.gate.prove(manifest.version)
+        await self.gate.prove(manifest.version, manifest.step)
         log.info("version proved", version=manifest.version, step=manifest.step, seconds=round(self.seconds, 4))
 
 

@@ -47,7 +47,7 @@ def evaluation_numbers(step: int, accuracy: float) -> dict[str, float]:
     """What a producer records of an evaluation."""
     return {
         "step": float(step),
-        "served": float(step),
+        "asked": float(step),
         "problems": 20.0,
         "accuracy": accuracy,
         "mean_reward": accuracy,

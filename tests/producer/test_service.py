@@ -418,7 +418,7 @@ def test_an_evaluation_is_greedy_and_pins_its_version(client: "redis.Redis", mak
         scene.weights.deliver(1)
         await scene.until(lambda: scene.member().version == 1)
         (result,) = Metrics(client, settings.run).evaluations()
-        assert result["version"] == result["served"] == result["step"] == 0
+        assert result["version"] == result["asked"] == result["step"] == 0
         assert result["problems"] == 12 and result["accuracy"] == 1.0 and result["mean_length"] == 4
         assert queue.open() == []
 
