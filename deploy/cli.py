@@ -40,6 +40,8 @@ app = typer.Typer(
 )
 out, err = Console(), Console(stderr=True)
 
+QUIET_SECONDS = 5.0  # between two lines about the same wait
+
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.")]
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The run folder (key `folder` of the spec).")]
 Changes = Annotated[
@@ -93,15 +95,17 @@ class _LiveView:
 
 
 class _PlainView:
-    """A line for each new step, for logs."""
+    """A line for each new step, and every few seconds why there is none, for logs."""
 
     def __init__(self) -> None:
-        self._last = ""
+        self._shown: tuple[object, ...] = ()
+        self._at = 0.0
 
     def show(self, status: Status) -> None:
-        if (said := progress.line(status)) != self._last:
-            self._last = said
-            print(said, flush=True)
+        what = (status.step, status.accuracy and status.accuracy.version, status.phase)
+        if what != self._shown or (status.step is None and time.monotonic() - self._at > QUIET_SECONDS):
+            self._shown, self._at = what, time.monotonic()
+            print(progress.line(status), flush=True)
 
 
 def _print_end(ending: str, report: dict[str, Any], spec: RunSpec) -> None:
