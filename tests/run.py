@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "test-results"
 DEADLINE = 25 * 60.0  # seconds for one stage; each test has its own time limit in pyproject.toml
 GRACE = 20.0  # seconds between asking a stage to end and killing it
-PARTING = 3.0  # seconds for what ends by itself just after the stage, such as Python's resource tracker
+PARTING = 5.0  # seconds for what ends by itself just after the stage, such as Python's resource tracker
 NO_TESTS = 5  # pytest's exit code
 
 OTHERS_OF_PRODUCER = ("-m", "not consumer_env", "--ignore-glob=*/test_consumer_*.py")
