@@ -19,7 +19,7 @@ from weight_sync.receiver import Receiver
 from weight_sync.settings import WeightSyncSettings
 from weight_sync.shadow import ShadowReference, open_shadow
 
-HEARTBEAT_SECONDS = 0.2
+HEARTBEAT_SECONDS = 0.6
 
 Fault = Literal["die", "freeze", "corrupt once", "corrupt"]
 

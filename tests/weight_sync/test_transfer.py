@@ -92,7 +92,6 @@ def test_a_receiver_killed_in_mid_broadcast_costs_a_new_epoch_and_the_version_ar
     assert survivor.arrival(2).tensors == contents(weights(2))
     assert world.epoch() == after  # it is not waited for again
 
-    assert len(victim.shadows()) >= 1
     again = world.receiver("victim")
     assert again.arrival(2).tensors == contents(weights(2))
     assert len(again.shadows()) == 1  # what the killed one left behind is gone
@@ -216,20 +215,21 @@ def test_a_stopped_publisher_takes_no_more_weights(world: World) -> None:
 
 
 def test_one_who_waits_does_not_poll_redis(world: World) -> None:
-    """Publisher and receiver at rest, then a publisher that waits for a receiver which does not answer."""
+    """Publisher and receiver at rest, then a publisher that calls a receiver which does not answer."""
     receiver = world.receiver("r0")
     publisher = world.publisher()
-    publish(publisher, 0, weights(0)).wait(20)
-    receiver.arrival(0)
 
-    def commands(seconds: float) -> float:
+    def commands_per_second(seconds: float) -> float:
         before = world.client.info("stats")["total_commands_processed"]
         time.sleep(seconds)
-        return (world.client.info("stats")["total_commands_processed"] - before) / seconds
+        return float(world.client.info("stats")["total_commands_processed"] - before) / seconds
 
-    assert commands(1.5) < 80
     receiver.send(signal.SIGSTOP)
-    publication = publish(publisher, 1, weights(1))
-    assert commands(0.7) < 80
+    publication = publish(publisher, 0, weights(0))
+    until(lambda: world.epoch() > 0)
+    assert commands_per_second(0.6) < 40
+    assert not publication.done()
     receiver.send(signal.SIGCONT)
-    assert publication.wait(20) == 1
+    assert publication.wait(20) == 0
+    receiver.arrival(0)
+    assert commands_per_second(1.5) < 110  # most of them are heartbeats, quick in tests
