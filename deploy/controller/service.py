@@ -5,22 +5,21 @@
 
 import argparse
 import contextlib
-import logging
 import os
 import signal
 import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
-import pydantic
 import structlog
 import uvicorn
 
 from buffer.client import connect
-from buffer.errors import BufferUnavailable, Fenced, ForebayError, SpecError
+from buffer.errors import BufferUnavailable, Fenced, ForebayError
+from buffer.logs import log_to
 from buffer.members import Members
+from buffer.settings import read_settings
 from deploy.controller.app import MEMBER, make_app
 from deploy.controller.auth import refuse_exposure
 from deploy.controller.settings import ControllerProcessSettings
@@ -72,23 +71,6 @@ class Presence:
                 self._members.leave(MEMBER, incarnation)
 
 
-def read_settings(path: Path) -> ControllerProcessSettings:
-    """The settings in a JSON file; raises SpecError."""
-    try:
-        return ControllerProcessSettings.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise SpecError(
-            f"the settings cannot be read: {error.strerror}", where=str(path), cure="check the path"
-        ) from error
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise SpecError(
-            f"the settings are malformed: {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            where=str(path),
-            cure="use the release that wrote them",
-        ) from error
-
-
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, so that the port is ours from here on; raises ForebayError."""
     try:
@@ -112,22 +94,6 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ForebayError:
         where=f"{host}:{port}",
         cure="stop what listens there, or give another `controller.port` (none: a free one is taken)",
     )
-
-
-def log_to(path: Path) -> None:
-    """Send every log line to ``path`` as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", encoding="utf-8", buffering=1)
-    first: list[Any] = [
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
-    ]
-    render = structlog.processors.JSONRenderer()
-    structlog.configure(processors=[*first, render], logger_factory=structlog.WriteLoggerFactory(file=file))
-    handler = logging.StreamHandler(file)  # of packages that log the standard way
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=first, processor=render))
-    logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 
 def serve(settings: ControllerProcessSettings) -> None:
@@ -170,12 +136,12 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     try:
-        settings = read_settings(options.settings)
-    except SpecError as error:
+        settings = read_settings(ControllerProcessSettings, options.settings)
+        log_to(Path(settings.folder) / "logs" / "controller.log", packages=("",))
+    except ForebayError as error:  # before there is a log
         print(f"controller: {error}", file=sys.stderr)
         return error.exit_code
     try:
-        log_to(Path(settings.folder) / "logs" / "controller.log")
         serve(settings)
     except ForebayError as error:
         log.error("ended by an error", error=str(error), exit_code=error.exit_code)
