@@ -400,6 +400,11 @@ class Ledger:
         """One prompt's life: state, row, holder, attempts, producer, versions, rewards, step or reason."""
         return audit.history(self._client, self._run, prompt)
 
+    def first_leases(self) -> dict[tuple[str, int], float]:
+        """When each process was first given a lease (server seconds), by member and incarnation."""
+        found = pairs(self._client.hgetall(f"{self._prefix}first_leases"))
+        return {(who.rsplit(" ", 1)[0], int(who.rsplit(" ", 1)[1])): int(ms) / 1000 for who, ms in found.items()}
+
     def verify(self) -> LedgerReport:
         """Count everything from the ground up and compare with the counters."""
         counts, dropped, problems = audit.verify(self._client, self._scripts, self.blob_key)

@@ -1,6 +1,7 @@
 """What does not fit is named before anything starts, every fault at once, with the numbers that it follows from."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from buffer.errors import ForebayError, SpecError
 from deploy.spec import RunSpec
-from producer.data import load_dataset
+from producer.data import Dataset, load_dataset
 from producer.prompts import check_template
 from producer.rewards import check_names
 from producer.settings import DataSettings
@@ -159,21 +160,23 @@ def _has_chat_template(folder: Path) -> bool:
         ) from error
 
 
-def _rows(data: DataSettings, report: CheckReport, what: str) -> int | None:
-    """Rows of the data, each of them read and checked where this environment can read the format."""
+def _rows(data: DataSettings, report: CheckReport, what: str) -> Dataset | None:
+    """The data, each row of it read and checked where this environment can read the format."""
     path = Path(data.path)
     if path.exists() and path.suffix not in (".jsonl", ".json", ".ndjson"):
         report.notes.append(f"the rows of {data.path} are read and checked when a producer starts")
         return None
-    rows = len(load_dataset(data).rows)
-    report.derived[what] = rows
-    return rows
+    dataset = load_dataset(data)
+    report.derived[what] = len(dataset.rows)
+    return dataset
 
 
 def _data(spec: RunSpec, report: CheckReport) -> Iterator[ForebayError]:
-    rows = _rows(spec.data, report, "prompts of a pass")
-    if rows is None:
+    dataset = _rows(spec.data, report, "prompts of a pass")
+    if dataset is None:
         return
+    yield from _tasks(spec, report, Counter(dataset.tasks()))
+    rows = len(dataset.rows)
     needed = spec.steps * spec.groups_per_step
     report.derived["passes that the steps need"] = round(needed / rows, 2)
     if spec.passes is not None and spec.passes * rows < needed:
@@ -183,6 +186,27 @@ def _data(spec: RunSpec, report: CheckReport) -> Iterator[ForebayError]:
             where="passes",
             cure="raise `passes` (or leave it out), or lower `steps`",
         )
+
+
+def _tasks(spec: RunSpec, report: CheckReport, rows: "Counter[str]") -> Iterator[ForebayError]:
+    """Each task of the data must have a pool that answers it, or its prompts would be waited for for ever."""
+    named = {task for pool in spec.producers.values() for task in pool.tasks}
+    if not named:
+        return
+    report.derived |= {f"prompts of task {task}": number for task, number in sorted(rows.items())}
+    if all(pool.tasks for pool in spec.producers.values()) and (left := sorted(rows.keys() - named)):
+        yield SpecError(
+            f"no pool answers the tasks {', '.join(left)} of the data",
+            where="producers.<pool>.tasks",
+            cure="name them in a pool, or leave `tasks` out of one: it answers all",
+        )
+    for name, pool in spec.producers.items():
+        if unknown := sorted(set(pool.tasks) - rows.keys()):
+            yield SpecError(
+                f"the pool `{name}` is to answer the tasks {', '.join(unknown)}, and no row of the data is of them",
+                where=f"producers.{name}.tasks",
+                cure=f"the data has: {', '.join(sorted(rows))}; `data.task_key` names the column",
+            )
 
 
 def _evaluation(spec: RunSpec, report: CheckReport) -> Iterator[ForebayError]:
@@ -240,6 +264,12 @@ def _pools(spec: RunSpec, report: CheckReport) -> Iterator[ForebayError]:
             )
     for name, pool in spec.producers.items():
         report.derived[f"replicas of pool {name}"] = pool.replicas
+        if pool.replicas > pool.max_replicas:
+            yield SpecError(
+                f"the pool `{name}` starts with {pool.replicas} replicas and may have {pool.max_replicas}",
+                where=f"producers.{name}.max_replicas",
+                cure="raise it, or start with fewer replicas",
+            )
         parallel = pool.engine.args.get("tensor_parallel_size", 1)
         if parallel != 1:
             report.derived[f"devices of one replica of pool {name}"] = parallel

@@ -290,6 +290,27 @@ def resume_generation(folder: Folder) -> None:
 
 
 @app.command()
+def scale(
+    folder: Folder,
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="A pool of producers (a name below `producers`).")],
+    replicas: Annotated[int, typer.Argument(metavar="N", min=0, help="How many replicas it is to have.")],
+) -> None:
+    """Give a pool of producers more or fewer replicas; nobody else restarts."""
+    scaled = _controller(folder).scale(pool, replicas)
+    out.print(f"{scaled.pool}: {scaled.before} -> {scaled.replicas} replicas; {scaled.effect}", highlight=False)
+
+
+@app.command()
+def pools(folder: Folder, as_json: AsJson = False) -> None:
+    """Show the pools of a live run: replicas desired and running, each one's state, version and process."""
+    found = _controller(folder).pools()
+    if as_json:
+        print(json.dumps(found.model_dump(mode="json"), indent=2))
+    else:
+        out.print(progress.render_pools(found.pools))
+
+
+@app.command()
 def checkpoint(folder: Folder) -> None:
     """Have the next step end with a checkpoint."""
     out.print(_controller(folder).checkpoint().effect)

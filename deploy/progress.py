@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from deploy.pool_status import PoolDetail, PoolStatus
 from deploy.status import ConsumerStatus, ProducerStatus, Status, StepReward
 
 WIDTH = 80
@@ -16,6 +17,7 @@ BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 32  # characters of the reward's curve
 EVENTS = 4
 PRODUCERS = 8
+POOLS = 6
 STATE_STYLES = {"serving": "green", "joining": "yellow", "draining": "yellow", "quarantined": "bold red"}
 WARNINGS = {"failure", "quarantine", "lease lost", "fenced", "aborted"}
 UNKNOWN = "–"
@@ -24,12 +26,30 @@ UNKNOWN = "–"
 def render(status: Status) -> RenderableType:
     """The live view; for `rich.live.Live`."""
     parts: list[RenderableType] = [_course(status), _numbers(status), _waiting(status)]
+    if status.pools:
+        parts.append(_pools(status.pools))
     if status.producers or status.consumer:
         parts.append(_members(status))
     if status.events:
         parts.append(_events(status))
     title = Text.assemble(("forebay ", "bold cyan"), (status.run, "bold"), (f"  {_phase(status)}", "dim"))
     return Panel(Group(*parts), title=title, title_align="left", width=WIDTH, border_style="cyan", padding=(0, 1))
+
+
+def render_pools(pools: Sequence[PoolDetail]) -> RenderableType:
+    """Each pool, and below it its replicas."""
+    parts: list[RenderableType] = [_pools(pools)]
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for column in ("replica", "state", "version", "process", "host"):
+        table.add_column(column, no_wrap=True, overflow="ellipsis", justify="left")
+    for pool in pools:
+        for replica in pool.replicas:
+            state = Text("dead", style="bold red") if not replica.alive else Text(replica.state)
+            if replica.told_to_drain and replica.state != "draining":
+                state.append(", told to drain", style="yellow")
+            pid = UNKNOWN if replica.pid is None else str(replica.pid)
+            table.add_row(replica.name, state, _version(replica.version), pid, replica.host)
+    return Group(*parts, table)
 
 
 def line(status: Status) -> str:
@@ -151,6 +171,31 @@ def _shown(value: float | None, form: str) -> str:
 def _waiting(status: Status) -> RenderableType:
     sentence = status.waiting[:1].upper() + status.waiting[1:] + "."
     return Text(sentence, style="italic yellow", overflow="fold")
+
+
+def _pools(pools: Sequence[PoolStatus]) -> RenderableType:
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("pool", no_wrap=True, overflow="ellipsis", max_width=18)
+    table.add_column("replicas", ratio=1, no_wrap=True, overflow="ellipsis")
+    for column in ("tokens/s", "groups", "staleness"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for pool in pools[:POOLS]:
+        reached = pool.serving == pool.running == pool.desired and not pool.draining
+        replicas = Text(f"{pool.serving} of {pool.desired} serve", style="" if reached else "yellow")
+        if pool.running > pool.serving:
+            replicas.append(f", {pool.running - pool.serving} not yet", style="yellow")
+        if pool.draining:
+            replicas.append(f", {pool.draining} draining", style="yellow")
+        table.add_row(
+            pool.name,
+            replicas,
+            _shown(pool.tokens_per_second, ".0f"),
+            UNKNOWN if pool.share is None else f"{pool.groups} ({pool.share:.0%})",
+            _shown(pool.staleness, ".2f"),
+        )
+    if len(pools) > POOLS:
+        table.add_row(f"and {len(pools) - POOLS} others", "", "", "", "")
+    return table
 
 
 def _members(status: Status) -> RenderableType:

@@ -10,7 +10,8 @@ import redis
 
 from buffer.ledger import Ledger
 from buffer.metrics import Metrics
-from deploy.status import Evaluation, Shown, StepReward, number, read_evaluation
+from deploy.shown import Shown
+from deploy.status import Evaluation, StepReward, number, read_evaluation
 from weight_sync.registry import ProofRecord, Registry
 
 Steps = Sequence[dict[str, float]]

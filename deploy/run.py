@@ -5,7 +5,8 @@ again what dies, and is the last to end. It holds no state of its own: kill it a
 
 What an end of a process means:
 
-    producer    killed, or its engine or the network failed: started again, at most `RESTARTS` times in a row
+    producer    told to drain, as fewer are desired: expected, whatever the code; killed when it does not end in time
+                killed, its engine or the network failed, 0 untold: started again, at most `RESTARTS` times in a row
                 its settings or its proof refused (exit codes 2, 6): not again; without any producer the run fails
     consumer    killed: started again with `resume`; an error of its own (NaN, deadline, ...): the run fails
     controller  started again, at most `RESTARTS` times; the run goes on without it
@@ -16,7 +17,6 @@ import json
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,12 +28,15 @@ from buffer import server
 from buffer.client import connect
 from buffer.errors import BufferUnavailable, ForebayError, ProofFailed, SpecError
 from buffer.ledger import Ledger
+from buffer.members import Members
 from buffer.metrics import Control, Metrics
+from buffer.pools import Pools, member_names, pool_of
 from deploy import run_folder
 from deploy.controller.service import listen
-from deploy.pools.base import Ended
+from deploy.pools.base import Ended, Restarts, RunFailed
 from deploy.pools.local import command, engine_on_this_machine, python_of
 from deploy.pools.process import ProcessPool, adopt_orphans, end_descendants
+from deploy.pools.replicas import INSIST_SECONDS, WHO, Replicas
 from deploy.report import make_report
 from deploy.run_folder import RunRecord
 from deploy.spec import RunSpec
@@ -43,20 +46,8 @@ Ending = Literal["finished", "stopped", "failed"]
 
 LOOK_SECONDS = 0.25  # between two looks at the processes
 SHOW_SECONDS = 1.0  # between two looks at the status
-RESTARTS = 4  # of one name in a row
-LIVED_SECONDS = 120.0  # a process that lived longer has not failed in a row
 CONTROLLER_SECONDS = 10.0
 EMBEDDED_SECONDS = 3.0  # the embedded server answers in less, if it runs
-INSIST_SECONDS = 15.0  # between asking by signal and killing
-WHO = "forebay run"
-
-
-class RunFailed(ForebayError):
-    """A service ended with an error that a new start would not cure; its exit code is passed on."""
-
-    def __init__(self, what: str, code: int, *, where: str = "", cure: str = "") -> None:
-        super().__init__(what, where=where, cure=cure)
-        self.code = code
 
 
 class Run:
@@ -69,10 +60,10 @@ class Run:
         self._show = show
         self._started = time.time()
         self._signals: list[int] = []
-        self._failures: Counter[str] = Counter()
-        self._given_up: dict[str, Ended] = {}
+        self._restarts = Restarts()
         self._server: server.EmbeddedServer | None = None
         self._client: redis.Redis
+        self._replicas: Replicas
         self._redis_url = ""
         self._port = 0
         self._consumer_done = False
@@ -83,8 +74,7 @@ class Run:
     # -- what the processes are started with
 
     def _producer_command(self, name: str) -> Any:
-        pool = name.rsplit("-", 1)[0]
-        settings = self.spec.producer_settings(pool, name, self._redis_url)
+        settings = self.spec.producer_settings(pool_of(name), name, self._redis_url)
         own = settings.settings
         engine = engine_on_this_machine(self.spec, own.engine)
         settings = settings.model_copy(update={"settings": own.model_copy(update={"engine": engine})})
@@ -163,6 +153,26 @@ class Run:
         for flag in ("stop", "pause", "checkpoint"):
             control.set(flag, "")
         control.set("phase", "starting")
+        self._replicas = self._open_pools()
+
+    def _open_pools(self) -> Replicas:
+        run = self.spec.name
+        pools = Pools(self._client, run)
+        pools.declare(self.spec.pools())
+        members = Members(self._client, run, heartbeat_seconds=self.spec.buffer.heartbeat_seconds)
+        wanted = {name for pool, has in pools.desired().items() for name in member_names(pool, has.replicas)}
+        for member in members.all("producer"):  # that died with an earlier `forebay run` and are not to come again
+            if member.name not in wanted:
+                members.leave(member.name, member.incarnation)
+        return Replicas(
+            self.producers,
+            pools=pools,
+            ledger=Ledger(self._client, run),
+            members=members,
+            metrics=Metrics(self._client, run),
+            drain_seconds={name: pool.drain_seconds for name, pool in self.spec.producers.items()},
+            folder=self.folder,
+        )
 
     def _stop_server(self) -> None:
         if self._server is not None:
@@ -185,10 +195,7 @@ class Run:
         try:
             self.controller.start("controller")
             self.consumer.start("consumer")
-            for pool in self.spec.producers:
-                for name in self.spec.members(pool):
-                    self.producers.start(name)
-            self._watch()
+            self._watch()  # its first look starts the producers
             trained = Ledger(self._client, self.spec.name).last_trained_step()
             ending, code = ("finished", 0) if trained >= self.spec.steps else ("stopped", 0)
             reason = "all steps are made" if ending == "finished" else "the flag `stop` was set"
@@ -246,67 +253,21 @@ class Run:
         for ended in self.consumer.collect():
             self._consumer_ended(ended, metrics, stopping=stopping)
         for ended in self.controller.collect():
-            self._failures[ended.name] += 1
-            again = self._failures[ended.name] <= RESTARTS
-            metrics.event("restart" if again else "failure", "controller", _end_of(ended))
+            again = self._restarts.allow(ended)
+            metrics.event("restart" if again else "failure", "controller", ended.how())
             if again and not stopping:
                 self.controller.start(ended.name)
-        for ended in self.producers.collect():
-            self._producer_ended(ended, metrics, stopping=stopping)
-        if not stopping and not self._consumer_done:
-            self._refuse_no_producers()
+        self._replicas.look(stopping=stopping or self._consumer_done)
 
     def _consumer_ended(self, ended: Ended, metrics: Metrics, *, stopping: bool) -> None:
         if ended.code == 0:
             self._consumer_done = True
             return
-        killed = ended.code < 0 or ended.code > 128
-        self._count_failure(ended)
-        if not killed or stopping or self._failures[ended.name] > RESTARTS:
-            raise RunFailed(
-                f"the consumer {_end_of(ended)}",
-                ended.code if 0 < ended.code < 128 else 1,
-                where=str(self.folder / "logs" / "consumer.out"),
-                cure="" if "cure:" in ended.last_words else "read its log, then go on with --resume",
-            )
-        metrics.event("restart", "consumer", f"it {_end_of(ended)} and is started again")
+        if not self._restarts.allow(ended) or not ended.killed or stopping:
+            raise RunFailed.because(ended, "the consumer", self.folder / "logs" / "consumer.out")
+        metrics.event("restart", "consumer", f"it {ended.how()} and is started again")
         self.resume = True
         self.consumer.start(ended.name)
-
-    def _producer_ended(self, ended: Ended, metrics: Metrics, *, stopping: bool) -> None:
-        # What it had leased goes back at once, not only when its leases run out.
-        Ledger(self._client, self.spec.name).give_back_all(ended.name)
-        if stopping:
-            return
-        self._count_failure(ended)
-        hopeless = ended.code in (SpecError.exit_code, ProofFailed.exit_code)
-        if hopeless or self._failures[ended.name] > RESTARTS:
-            self._given_up[ended.name] = ended
-            metrics.event("failure", ended.name, f"it {_end_of(ended)} and is not started again")
-            if ended.code == SpecError.exit_code:
-                raise self._producer_failed(ended)
-            return
-        metrics.event("restart", ended.name, f"it {_end_of(ended)} and is started again")
-        self.producers.start(ended.name)
-
-    def _count_failure(self, ended: Ended) -> None:
-        if ended.seconds > LIVED_SECONDS:
-            self._failures[ended.name] = 0
-        self._failures[ended.name] += 1
-
-    def _refuse_no_producers(self) -> None:
-        """Fail when nobody is left who could generate: all were given up or are quarantined."""
-        if self.producers.names() or not self._given_up:
-            return
-        raise self._producer_failed(next(iter(self._given_up.values())))
-
-    def _producer_failed(self, ended: Ended) -> RunFailed:
-        return RunFailed(
-            f"the producer {ended.name} {_end_of(ended)}",
-            ended.code if 0 < ended.code < 128 else 1,
-            where=str(self.folder / "logs" / f"{ended.name}.out"),
-            cure="" if "cure:" in ended.last_words else "read its log, then go on with --resume",
-        )
 
     def _show_status(self) -> None:
         status = self._status()
@@ -371,15 +332,6 @@ class Run:
         except BufferUnavailable:
             return False
         return True
-
-
-def _end_of(ended: Ended) -> str:
-    if ended.code < 0 or ended.code > 128:
-        number = -ended.code if ended.code < 0 else ended.code - 128
-        how = f"was killed by {signal.Signals(number).name}" if number in list(signal.Signals) else f"got {number}"
-    else:
-        how = f"ended with code {ended.code}"
-    return f"{how} after {ended.seconds:.0f} s" + (f":\n{ended.last_words}" if ended.last_words else "")
 
 
 def _json(content: dict[str, Any]) -> str:

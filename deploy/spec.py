@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, field_validator
 
 from buffer.errors import SpecError
+from buffer.pools import Desired
 from buffer.settings import BufferSettings, Settings
 from consumer.settings import AlgorithmSettings, ConsumerSettings, TrainerSettings
 from deploy.controller.settings import ControllerProcessSettings, ControllerSettings
@@ -95,9 +96,9 @@ class RunSpec(Settings):
         """The run folder, absolute."""
         return Path(self.folder).resolve()
 
-    def members(self, pool: str) -> list[str]:
-        """Names of the replicas that a pool starts with."""
-        return [f"{pool}-{number}" for number in range(self.producers[pool].replicas)]
+    def pools(self) -> dict[str, Desired]:
+        """What each pool of producers is to have at the start."""
+        return {name: Desired(pool.replicas, pool.max_replicas) for name, pool in self.producers.items()}
 
     def producer_settings(self, pool: str, member: str, redis_url: str) -> ProducerSettings:
         """What one producer process is handed."""

@@ -8,23 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import redis
-from pydantic import BaseModel, ConfigDict
 
 from buffer.ledger import Ledger
 from buffer.members import Member, Members
 from buffer.metrics import Control, Metrics
+from buffer.pools import Pools
+from buffer.provenance import by_pool
+from deploy.pool_status import PoolDetail, PoolStatus, pool_details, pool_statuses
+from deploy.shown import Shown
 from deploy.waiting import Situation, explain, is_generating
 
 WINDOW = 60  # newest steps that a status is made of
 ETA_WINDOW = 20  # newest steps whose duration says how long the rest will take
 EVALUATIONS = 100  # newest ones shown, besides the first
 EVENTS = 20
-
-
-class Shown(BaseModel):
-    """Base of what is shown to people and programs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Evaluation(Shown):
@@ -197,6 +194,8 @@ class Status(Shown):
     stopping: bool
     """Whether people have asked the run to stop."""
     ledger: LedgerStatus
+    pools: list[PoolStatus]
+    """Pools of producers, what they are to have and what they have; empty until the run is started."""
     producers: list[ProducerStatus]
     consumer: ConsumerStatus | None
     evaluations: list[Evaluation]
@@ -256,6 +255,7 @@ def read_status(
         paused=paused,
         stopping=bool(stop),
         ledger=_ledger(summary),
+        pools=_pools(client, run, producers, shown),
         producers=shown,
         consumer=_consumer(consumer),
         evaluations=evaluations[:1] + evaluations[1:][-EVALUATIONS:],
@@ -263,6 +263,14 @@ def read_status(
         last_step={name: number(last, name) for name in sorted(last)},
         events=[Event(**event) for event in metrics.events(events)] if events else [],
     )
+
+
+def read_pools(client: "redis.Redis", *, run: str, heartbeat_seconds: float) -> list[PoolDetail]:
+    """Every pool with its replicas; raises BufferUnavailable."""
+    members = Members(client, run, heartbeat_seconds=heartbeat_seconds).all("producer")
+    numbers = Metrics(client, run).producers()
+    shown = [_producer(member, numbers.get(member.name, {})) for member in members]
+    return pool_details(_pools(client, run, members, shown), members=members, draining=Pools(client, run).draining())
 
 
 def number(values: Mapping[str, float], name: str) -> float | None:
@@ -306,6 +314,17 @@ def _eta(steps: list[dict[str, float]], left: int) -> float | None:
 
 def _known(version: int) -> int | None:
     return version if version >= 0 else None
+
+
+def _pools(client: "redis.Redis", run: str, members: list[Member], shown: list[ProducerStatus]) -> list[PoolStatus]:
+    pools = Pools(client, run)
+    return pool_statuses(
+        pools.desired(),
+        members=members,
+        draining=pools.draining(),
+        rates={producer.name: producer.tokens_per_second for producer in shown},
+        shares=by_pool(client, run),
+    )
 
 
 def _producer(member: Member, numbers: Mapping[str, float]) -> ProducerStatus:

@@ -112,7 +112,13 @@ class Rollouts:
         if room <= 0:
             shop.activity.waiting = ""
             return False
-        answer = await asyncio.to_thread(shop.ledger.lease, shop.settings.member, count=room, version=shop.gate.proved)
+        answer = await asyncio.to_thread(
+            shop.ledger.lease,
+            shop.settings.member,
+            count=room,
+            version=shop.gate.proved,
+            tasks=shop.settings.settings.tasks,
+        )
         for lease in answer.leases:
             task = asyncio.create_task(self._answer(lease), name=f"prompt {lease.prompt}")
             self._running[lease.token] = _Running(lease, task)

@@ -97,7 +97,11 @@ class PoolSettings(Settings):
     """One named pool of producers."""
 
     replicas: int = Field(default=1, ge=0)
-    """How many producers to start with."""
+    """How many producers to start with; `forebay scale` changes it while the run goes on."""
+    max_replicas: int = Field(default=64, gt=0)
+    """Most replicas that the pool may be scaled to."""
+    tasks: tuple[str, ...] = ()
+    """Tasks (`data.task_key`) whose prompts this pool answers; none named: all."""
     platform: Literal["auto", "cpu", "cuda", "ascend"] = "auto"
     """Hardware; `auto` takes what the environment has installed: vllm-ascend, CUDA, CPU."""
     communicator: CommunicatorName | None = None

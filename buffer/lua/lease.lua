@@ -14,7 +14,7 @@ if flags[1] and flags[1] ~= '' then return {'stopping', 'the run is stopping (' 
 if flags[2] and flags[2] ~= '' then return {'paused', 'the run is paused: no new leases until it goes on'} end
 local current = current_version()
 if current < 0 then return {'no_version', 'no version is published yet: waiting for the consumer'} end
-local known = redis.call('HMGET', P .. 'member:' .. member, 'state', 'version')
+local known = redis.call('HMGET', P .. 'member:' .. member, 'state', 'version', 'incarnation')
 if known[1] == 'quarantined' then
   return {'quarantined', member .. ' is quarantined: the proof of its weights failed'}
 end
@@ -112,6 +112,7 @@ while taken < wanted do
 end
 
 if taken == 0 then return {refusal, detail} end
+redis.call('HSETNX', P .. 'first_leases', member .. ' ' .. (known[3] or '0'), text(now))
 redis.call('RPUSH', answer_key, '', '', unpack(answer))
 redis.call('PEXPIRE', answer_key, text(config('lease_ms')))
 return redis.call('LRANGE', answer_key, 0, -1)

@@ -8,6 +8,7 @@
 -- pending:<task>   zset by prompt: never leased            returned:<task>  zset by ticket: leased before
 -- leases     zset by deadline (ms)                         inplay           zset by ticket: has a ticket, not planned
 -- held:<m>   set: prompts that member m holds              prompt:<n>       hash: a prompt since its first lease
+-- first_leases  hash by `member incarnation`: when that process was first given a lease (ms)
 local P = KEYS[1]
 local COUNTERS, CONFIG, LEASES, INPLAY = P .. 'counters', P .. 'config', P .. 'leases', P .. 'inplay'
 

@@ -12,11 +12,12 @@ from starlette.exceptions import HTTPException
 
 from buffer.errors import BufferUnavailable
 from buffer.metrics import Control, Metrics
+from buffer.pools import Pools
 from deploy.controller import problems
-from deploy.controller.answers import Health, Order
+from deploy.controller.answers import Health, Order, PoolList, Replicas, Scaled
 from deploy.controller.auth import require
 from deploy.controller.prometheus import exposition
-from deploy.status import EVENTS, Status, read_status
+from deploy.status import EVENTS, Status, read_pools, read_status
 from deploy.waiting import has_ended
 
 MEMBER = "controller-0"
@@ -25,7 +26,7 @@ DESCRIPTION = "Shows and steers one run of Forebay. Errors are problem documents
 
 def make_app(client: "redis.Redis", *, run: str, steps: int, heartbeat_seconds: float, token: str) -> FastAPI:
     """The HTTP service; ``client`` should give up within seconds, since people wait for the answers."""
-    control, metrics = Control(client, run), Metrics(client, run)
+    control, metrics, pools = Control(client, run), Metrics(client, run), Pools(client, run)
     app = FastAPI(
         title="Forebay controller",
         version="1",
@@ -40,10 +41,13 @@ def make_app(client: "redis.Redis", *, run: str, steps: int, heartbeat_seconds: 
     def status(events: int = EVENTS) -> Status:
         return read_status(client, run=run, steps=steps, heartbeat_seconds=heartbeat_seconds, events=events)
 
-    def order(asked: str, flag: str, value: str, effect: str) -> Order:
+    def refuse_ended(what: str) -> None:
         phase = control.get("phase")
         if has_ended(phase):
-            raise HTTPException(409, f"the run has ended ({phase}): it cannot be asked to {asked}")
+            raise HTTPException(409, f"the run has ended ({phase}): it cannot be {what}")
+
+    def order(asked: str, flag: str, value: str, effect: str) -> Order:
+        refuse_ended(f"asked to {asked}")
         control.set(flag, value)
         metrics.event("control", MEMBER, f"asked to {asked}")
         return Order(asked=asked, effect=effect)
@@ -61,6 +65,21 @@ def make_app(client: "redis.Redis", *, run: str, steps: int, heartbeat_seconds: 
     def show(events: Annotated[int, Query(ge=0, le=1000, description="How many events to show.")] = EVENTS) -> Status:
         """What the run is doing."""
         return status(events)
+
+    @closed.get("/v1/pools", tags=["show"])
+    def show_pools() -> PoolList:
+        """What each pool of producers is to have and has."""
+        return PoolList(pools=read_pools(client, run=run, heartbeat_seconds=heartbeat_seconds))
+
+    @closed.patch("/v1/pools/{name}", status_code=202, responses=problems.responses(404, 409, 422), tags=["steer"])
+    def scale(name: str, wanted: Replicas) -> Scaled:
+        """Change the number of a pool's replicas; what is too much drains, what is missing is started."""
+        refuse_ended("scaled")
+        if control.get("stop"):
+            raise HTTPException(409, "the run is stopping: it cannot be scaled")
+        before = pools.scale(name, wanted.replicas)
+        metrics.event("scale", MEMBER, f"asked to scale the pool {name} from {before} to {wanted.replicas} replicas")
+        return Scaled(pool=name, before=before, replicas=wanted.replicas, effect=_effect(before, wanted.replicas))
 
     @closed.get("/metrics", tags=["show"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     def prometheus() -> Response:
@@ -95,6 +114,14 @@ def make_app(client: "redis.Redis", *, run: str, steps: int, heartbeat_seconds: 
     app.include_router(closed)
     _describe_problems(app)
     return app
+
+
+def _effect(before: int, replicas: int) -> str:
+    if replicas > before:
+        return "new replicas start, prove the policy's weights, then take prompts"
+    if replicas < before:
+        return "the highest replicas finish their prompts or give them back, then leave"
+    return "nothing: the pool is to have as many already"
 
 
 def _describe_problems(app: FastAPI) -> None:

@@ -1,15 +1,18 @@
 """A controller is asked over HTTP with its token; whatever goes wrong is one error with its cause and cure."""
 
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 import pydantic
 
 from buffer.errors import ForebayError
-from deploy.controller.answers import Order
+from deploy.controller.answers import Order, PoolList, Scaled
+from deploy.shown import Shown
 from deploy.status import Status
 
 SECONDS = 10.0
+Answer = TypeVar("Answer", bound=Shown)
 
 
 class ControllerError(ForebayError):
@@ -25,12 +28,15 @@ class ControllerClient:
 
     def status(self) -> Status:
         """What the run is doing."""
-        try:
-            return Status.model_validate(self._ask("GET", "/v1/status"))
-        except pydantic.ValidationError as error:
-            raise self._error(
-                "the controller's status cannot be read", "use the release that started the run"
-            ) from error
+        return self._read(Status, "GET", "/v1/status")
+
+    def pools(self) -> PoolList:
+        """What each pool is to have and has."""
+        return self._read(PoolList, "GET", "/v1/pools")
+
+    def scale(self, pool: str, replicas: int) -> Scaled:
+        """Change the number of a pool's replicas."""
+        return self._read(Scaled, "PATCH", f"/v1/pools/{quote(pool, safe='')}", {"replicas": replicas})
 
     def stop(self) -> Order:
         """Drain, checkpoint, end."""
@@ -49,18 +55,21 @@ class ControllerClient:
         return self._order("checkpoint")
 
     def _order(self, asked: str) -> Order:
+        return self._read(Order, "POST", f"/v1/{asked}")
+
+    def _read(self, kind: type[Answer], method: str, path: str, body: Any = None) -> Answer:
         try:
-            return Order.model_validate(self._ask("POST", f"/v1/{asked}"))
+            return kind.model_validate(self._ask(method, path, body))
         except pydantic.ValidationError as error:
             raise self._error(
                 "the controller's answer cannot be read", "use the release that started the run"
             ) from error
 
-    def _ask(self, method: str, path: str) -> Any:
+    def _ask(self, method: str, path: str, body: Any) -> Any:
         try:
             # No proxy of the environment: it would see the token, and does not reach loopback.
             with httpx.Client(headers=self._headers, timeout=self._seconds, trust_env=False) as client:
-                response = client.request(method, self._url + path)
+                response = client.request(method, self._url + path, json=body)
         except httpx.TimeoutException as error:
             raise self._error(
                 f"the controller did not answer within {self._seconds:g} s",
@@ -79,7 +88,7 @@ class ControllerClient:
         content = _content(response)
         if response.is_error:
             raise self._error(
-                str(content.get("detail") or f"the controller answered {response.status_code}"),
+                _detail(content) or f"the controller answered {response.status_code}",
                 str(content.get("cure") or "see logs/controller.log in the run folder"),
             )
         if not content:
@@ -90,6 +99,11 @@ class ControllerClient:
 
     def _error(self, what: str, cure: str) -> ControllerError:
         return ControllerError(what, where=self._url, cure=cure)
+
+
+def _detail(problem: dict[str, Any]) -> str:
+    faults = [f"{fault.get('where')}: {fault.get('what')}" for fault in problem.get("errors") or []]
+    return ": ".join(filter(None, [str(problem.get("detail") or ""), "; ".join(faults)]))
 
 
 def _content(response: httpx.Response) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from buffer.errors import BufferUnavailable, ForebayError
+from buffer.pools import OutOfBounds, UnknownPool
 
 MEDIA_TYPE = "application/problem+json"
+STATUSES = {BufferUnavailable: 503, UnknownPool: 404, OutOfBounds: 422}  # of our own errors; others are 500
 
 log = structlog.get_logger()
 
@@ -102,9 +104,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ForebayError)
     async def known(request: Request, error: ForebayError) -> JSONResponse:
-        status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, BufferUnavailable) else 500
+        status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 500)
         log.warning("request failed", path=request.url.path, error=str(error))
-        return answer(request, int(status), error.what, where=error.where, cure=error.cure)
+        return answer(request, status, error.what, where=error.where, cure=error.cure)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:

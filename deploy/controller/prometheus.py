@@ -68,6 +68,22 @@ class _Families(Collector):
             labels,
             [(at, p.tokens_per_second) for at, p in producers],
         )
+        pools = [((*run, pool.name), pool) for pool in status.pools]
+        yield _gauge("pool_desired", "Replicas that it is to have.", ("pool",), [(at, p.desired) for at, p in pools])
+        yield _gauge("pool_running", "Replicas that report and stay.", ("pool",), [(at, p.running) for at, p in pools])
+        yield _gauge("pool_draining", "Replicas told to drain.", ("pool",), [(at, p.draining) for at, p in pools])
+        yield _gauge(
+            "pool_tokens_per_second",
+            "Tokens generated per second.",
+            ("pool",),
+            [(at, p.tokens_per_second) for at, p in pools],
+        )
+        yield _gauge(
+            "pool_staleness_versions",
+            "Mean staleness of its newest planned groups.",
+            ("pool",),
+            [(at, p.staleness) for at, p in pools],
+        )
         alive = float(status.consumer.alive) if status.consumer else None
         yield _gauge("consumer_alive", "1: it reports.", (), [(run, alive)])
 

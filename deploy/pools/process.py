@@ -25,6 +25,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 LAST_WORDS_BYTES = 4000
 LAST_LINES = 12
 POLL_SECONDS = 0.1
+KILL_SECONDS = 10.0  # for the kernel to end what was killed
 
 Command = Callable[[str], tuple[Sequence[str], Mapping[str, str]]]
 """Of a process's name: its command, and variables that its environment has besides this process's."""
@@ -86,16 +87,16 @@ class ProcessPool:
                 ended.append(Ended(name, code, last_words(self._folder, name), time.monotonic() - started))
         return ended
 
-    def ask_to_end(self) -> None:
-        """SIGTERM to each: drain and leave."""
-        for process, _ in self._running.values():
+    def ask_to_end(self, *names: str) -> None:
+        """SIGTERM to the named ones, or to all: drain and leave."""
+        for process in self._processes(names):
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
 
-    def wait(self, seconds: float) -> bool:
-        """Whether all ended within the deadline."""
+    def wait(self, seconds: float, *names: str) -> bool:
+        """Whether the named ones, or all, ended within the deadline."""
         deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process, _ in self._running.values()):
+        while any(process.poll() is None for process in self._processes(names)):
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_SECONDS)
@@ -107,12 +108,15 @@ class ProcessPool:
         if not self.wait(seconds):
             self.kill()
 
-    def kill(self) -> None:
-        """End all at once, with everything in their sessions."""
-        for process, _ in self._running.values():
+    def kill(self, *names: str) -> None:
+        """End the named ones, or all, at once, with everything in their sessions."""
+        for process in self._processes(names):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        self.wait(10.0)
+        self.wait(KILL_SECONDS, *names)
+
+    def _processes(self, names: Sequence[str]) -> "list[subprocess.Popen[bytes]]":
+        return [self._running[name][0] for name in names or list(self._running)]
 
 
 def last_words(folder: Path, name: str) -> str:

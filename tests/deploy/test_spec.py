@@ -90,7 +90,7 @@ def test_a_change_on_the_command_line_wins(tmp_path: Path) -> None:
         write_spec(tmp_path), ["steps=9", "consumer.optimizer.learning_rate=1e-3", "producers.fast.replicas=2"]
     )
     assert (spec.steps, spec.consumer.optimizer.learning_rate) == (9, 1e-3)
-    assert spec.members("fast") == ["fast-0", "fast-1"]
+    assert spec.pools()["fast"].replicas == 2
 
 
 @pytest.mark.parametrize("change", ["steps", "=3", "steps.deep=3", "a..b=1"])
