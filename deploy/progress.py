@@ -175,13 +175,13 @@ def _waiting(status: Status) -> RenderableType:
 
 def _pools(pools: Sequence[PoolStatus]) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("pool", no_wrap=True, overflow="ellipsis", max_width=18)
-    table.add_column("replicas", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("pool", no_wrap=True, overflow="ellipsis", max_width=14)
+    table.add_column("serving", ratio=1, no_wrap=True, overflow="ellipsis")
     for column in ("tokens/s", "groups", "staleness"):
         table.add_column(column, justify="right", no_wrap=True)
     for pool in pools[:POOLS]:
         reached = pool.serving == pool.running == pool.desired and not pool.draining
-        replicas = Text(f"{pool.serving} of {pool.desired} serve", style="" if reached else "yellow")
+        replicas = Text(f"{pool.serving} of {pool.desired}", style="" if reached else "yellow")
         if pool.running > pool.serving:
             replicas.append(f", {pool.running - pool.serving} not yet", style="yellow")
         if pool.draining:

@@ -543,3 +543,21 @@ def test_orphan_payloads_are_collected_and_live_ones_stay(world: World) -> None:
     assert world.ledger.collect_orphans() == 1
     assert world.ledger.read_groups([generated.prompt])
     world.holds()
+
+
+def test_the_first_lease_of_each_process_is_known_and_later_ones_do_not_change_it(world: World) -> None:
+    world.set_up()
+    assert world.ledger.first_leases() == {}
+    before = time.time() - 1  # the server runs on this machine
+    (lease,) = world.lease("p0").leases
+    first = world.ledger.first_leases()
+    assert set(first) == {("p0", 1)} and before < first["p0", 1] < time.time() + 1
+    world.ledger.give_back([lease])
+    time.sleep(0.002)
+    world.lease("p0", 2)
+    assert world.ledger.first_leases() == first
+    world.serve("p0", 0)  # another process of the name
+    assert world.lease("p0", 0).leases == ()
+    assert world.ledger.first_leases() == first, "a lease that was not given is none"
+    world.lease("p0")
+    assert set(world.ledger.first_leases()) == {("p0", 1), ("p0", 2)}

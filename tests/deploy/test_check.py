@@ -49,6 +49,8 @@ def test_a_right_spec_has_no_problem_and_its_numbers_follow(tmp_path: Path) -> N
         ({"passes": 1, "steps": 5}, "5 steps of 2 groups need 10 prompts"),
         ({"buffer__budget_bytes": 1000}, "the budget is 1000"),
         ({"producers__producer__communicator": "hccl"}, "no communicator hccl"),
+        ({"producers__producer__replicas": 65}, "starts with 65 replicas and may have 64"),
+        ({"producers__producer__tasks": ["default", "sums"]}, "to answer the tasks sums, and no row"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -56,6 +58,19 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], said: str, tmp_path
     found = problems_of(tmp_path, **changes)
     assert len(found) == 1 and said in found[0], found
     assert "cure: " in found[0]
+
+
+def test_a_task_without_a_pool_is_refused_and_one_pool_for_all_is_enough(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, data__task_key="kind", producers={"fast": {"tasks": ["sum"]}, "slow": {}})
+    kinds = ("sum", "sum", "product", "root")
+    rows = [{"question": f"{number}=", "answer": "1", "kind": kind} for number, kind in enumerate(kinds)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = check_spec(load_spec(spec))
+    assert not report.problems
+    assert [report.derived[f"prompts of task {task}"] for task in ("sum", "product", "root")] == [2, 1, 1]
+    (problem,) = check_spec(load_spec(spec, ["producers.slow.tasks=[sum]"])).problems
+    assert problem.what == "no pool answers the tasks product, root of the data"
+    assert not check_spec(load_spec(spec, ["producers.slow.tasks=[product, root]"])).problems
 
 
 def test_a_malformed_row_is_named_with_its_line(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_an_environment_that_was_not_made_is_said(tmp_path: Path) -> None:
     refused(result, 1, "the environment of the producer is not there", "make setup")
 
 
-@pytest.mark.parametrize("command", ["status", "ledger", "stop", "pause", "resume", "checkpoint"])
+@pytest.mark.parametrize("command", ["status", "ledger", "stop", "pause", "resume", "checkpoint", "pools"])
 def test_a_folder_without_a_run_is_said(command: str, tmp_path: Path) -> None:
     refused(forebay(command, tmp_path), 2, "this is not a run folder")
 
@@ -114,6 +114,14 @@ def test_a_folder_without_a_run_is_said(command: str, tmp_path: Path) -> None:
 def test_a_run_that_has_ended_cannot_be_told_to_stop(tmp_path: Path) -> None:
     record(tmp_path / "run")
     refused(forebay("stop", tmp_path / "run"), 2, "the run is not running")
+
+
+def test_only_a_live_run_and_a_whole_number_of_replicas_can_be_scaled(tmp_path: Path) -> None:
+    record(tmp_path / "run")
+    refused(forebay("scale", tmp_path / "run", "producer", 2), 2, "the run is not running")
+    for number in ("-1", "two", "1.5"):
+        result = forebay("scale", tmp_path / "run", "producer", number)
+        assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
 
 
 def test_status_and_ledger_of_an_ended_run_read_its_own_server(tmp_path: Path) -> None:
@@ -139,7 +147,7 @@ def test_a_ledger_that_does_not_add_up_ends_with_7(tmp_path: Path) -> None:
 
 
 def test_an_unknown_command_or_option_is_a_usage_error() -> None:
-    for arguments in (["scale"], ["run"], ["run", "x.yaml", "--fast"]):
+    for arguments in (["rescale"], ["run"], ["run", "x.yaml", "--fast"]):
         result = forebay(*arguments)
         assert result.returncode == 2
         assert "Traceback" not in result.stderr

@@ -19,6 +19,7 @@ import redis
 from buffer import server
 from buffer.errors import SpecError
 from buffer.metrics import Metrics
+from buffer.pools import Desired, Pools
 from buffer.settings import BufferSettings
 from deploy.controller.app import make_app
 from deploy.controller.auth import is_loopback, refuse_exposure
@@ -26,7 +27,7 @@ from deploy.controller.client import ControllerClient, ControllerError
 from deploy.controller.settings import ControllerProcessSettings
 from deploy.status import Status
 from tests.buffer.world import World
-from tests.deploy.shown import trained_run
+from tests.deploy.shown import join, trained_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-this-test"
@@ -34,6 +35,8 @@ HEARTBEAT = 0.3
 PROBLEM = "application/problem+json"
 CLOSED = [
     ("GET", "/v1/status"),
+    ("GET", "/v1/pools"),
+    ("PATCH", "/v1/pools/{name}"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
     ("POST", "/v1/stop"),
@@ -227,6 +230,114 @@ def test_people_steer_the_run_by_flags(controller: Running, world: World) -> Non
     ]
 
 
+def with_pools(world: World) -> Pools:
+    pools = Pools(world.client, world.run)
+    pools.declare({"producer": Desired(1, 8), "slow": Desired(0, 2)})
+    return pools
+
+
+def test_the_pools_are_shown_with_what_they_are_to_have_and_have(controller: Running, world: World) -> None:
+    assert controller.ask("GET", "/v1/pools").json() == {"pools": []}
+    trained_run(world)
+    with_pools(world)
+    join(world, "p0", "serving", 3, pid="77", host="here")
+    pools = {pool["name"]: pool for pool in controller.ask("GET", "/v1/pools").json()["pools"]}
+    assert set(pools) == {"producer", "slow"}
+    assert (pools["producer"]["desired"], pools["producer"]["max_replicas"], pools["producer"]["running"]) == (1, 8, 2)
+    first, second = pools["producer"]["replicas"]
+    assert (first["name"], first["state"], first["version"], first["pid"], first["host"]) == (
+        "p0", "serving", 3, 77, "here",
+    )  # fmt: skip
+    assert second["pid"] is None
+    assert pools["slow"]["replicas"] == []
+
+
+def test_a_pool_is_scaled_within_its_bounds_and_it_is_told_who_asked_for_what(
+    controller: Running, world: World
+) -> None:
+    pools = with_pools(world)
+    answer = controller.ask("PATCH", "/v1/pools/producer", json={"replicas": 3})
+    assert answer.status_code == 202
+    assert answer.json() == {
+        "pool": "producer",
+        "before": 1,
+        "replicas": 3,
+        "effect": "new replicas start, prove the policy's weights, then take prompts",
+    }
+    assert pools.desired()["producer"].replicas == 3
+    (event,) = Metrics(world.client, world.run).events()
+    assert (event["kind"], event["who"]) == ("scale", "controller-0")
+    assert event["text"] == "asked to scale the pool producer from 1 to 3 replicas"
+    assert "then leave" in controller.ask("PATCH", "/v1/pools/producer", json={"replicas": 0}).json()["effect"]
+    assert "nothing" in controller.ask("PATCH", "/v1/pools/producer", json={"replicas": 0}).json()["effect"]
+    assert pools.desired()["producer"].replicas == 0
+
+
+def test_a_pool_that_is_not_there_is_404_and_named(controller: Running, world: World) -> None:
+    with_pools(world)
+    for name in ("prodcuer", "a%2Fb", "%7Bx%7D"):
+        problem = is_problem(controller.ask("PATCH", f"/v1/pools/{name}", json={"replicas": 1}), 404)
+    assert problem["detail"] == "the run has no pool `{x}`"
+    assert problem["cure"] == "name one of: producer, slow"
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"replicas": -1}, "body.replicas"),
+        ({"replicas": "3"}, "body.replicas"),
+        ({"replicas": True}, "body.replicas"),
+        ({"replicas": 1.5}, "body.replicas"),
+        ({}, "body.replicas"),
+        ({"replicas": 1, "replica": 2}, "body.replica"),
+        ([], "body"),
+    ],
+)
+def test_a_size_that_is_none_is_refused_and_changes_nothing(
+    controller: Running, world: World, body: Any, where: str
+) -> None:
+    pools = with_pools(world)
+    problem = is_problem(controller.ask("PATCH", "/v1/pools/producer", json=body), 422)
+    assert problem["errors"][0]["where"] == where
+    assert pools.desired()["producer"].replicas == 1
+
+
+def test_a_size_out_of_a_pools_bounds_is_422_with_the_bound(controller: Running, world: World) -> None:
+    pools = with_pools(world)
+    problem = is_problem(controller.ask("PATCH", "/v1/pools/slow", json={"replicas": 3}), 422)
+    assert problem["detail"] == "the pool `slow` takes 0 to 2 replicas, not 3"
+    assert problem["where"] == "producers.slow.max_replicas"
+    huge = controller.ask("PATCH", "/v1/pools/slow", content=b'{"replicas": 1' + b"0" * 400 + b"}")
+    is_problem(huge, 422)
+    assert pools.desired()["slow"].replicas == 0
+
+
+def test_a_run_that_stops_or_has_ended_is_not_scaled(controller: Running, world: World) -> None:
+    pools = with_pools(world)
+    world.control.set("stop", "drain")
+    refused = controller.ask("PATCH", "/v1/pools/producer", json={"replicas": 2})
+    assert "the run is stopping" in is_problem(refused, 409)["detail"]
+    world.control.set("phase", "finished")
+    refused = controller.ask("PATCH", "/v1/pools/producer", json={"replicas": 2})
+    assert "the run has ended (finished)" in is_problem(refused, 409)["detail"]
+    assert pools.desired()["producer"].replicas == 1
+
+
+def test_the_client_scales_a_pool_and_says_why_it_cannot(controller: Running, world: World) -> None:
+    with_pools(world)
+    client = ControllerClient(controller.url, TOKEN)
+    scaled = client.scale("producer", 2)
+    assert (scaled.pool, scaled.before, scaled.replicas) == ("producer", 1, 2)
+    assert [(pool.name, pool.desired) for pool in client.pools().pools] == [("producer", 2), ("slow", 0)]
+    with pytest.raises(ControllerError, match="no pool `a b\\?`") as unknown:
+        client.scale("a b?", 1)
+    assert unknown.value.cure == "name one of: producer, slow"
+    with pytest.raises(ControllerError, match="takes 0 to 2 replicas, not 5"):
+        client.scale("slow", 5)
+    with pytest.raises(ControllerError, match="body.replicas: Input should be greater than or equal to 0"):
+        client.scale("slow", -1)
+
+
 @pytest.mark.parametrize("phase", ["finished", "stopped", "failed: the loss is NaN"])
 def test_a_run_that_has_ended_takes_no_orders(controller: Running, world: World, phase: str) -> None:
     world.control.set("phase", phase)
@@ -262,6 +373,10 @@ def test_prometheus_reads_the_same_numbers(controller: Running, world: World) ->
     assert samples[f"forebay_accuracy{{{run}}}"] == "0.75"
     assert samples[f'forebay_prompts{{{run},state="trained"}}'] == "9.0"
     assert samples[f'forebay_producer_running{{pool="producer",producer="p0",{run}}}'] == "2.0"
+    with_pools(world)
+    text = controller.ask("GET", "/metrics").text
+    for sample in ("pool_desired", "pool_running", "pool_tokens_per_second", "pool_staleness_versions"):
+        assert f'forebay_{sample}{{pool="producer",{run}}} ' in text
 
 
 def test_the_api_is_described_with_its_problems_and_its_token(controller: Running) -> None:

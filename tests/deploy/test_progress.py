@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from buffer.metrics import Metrics
+from buffer.pools import Desired, Pools
 from deploy.progress import duration, line, render, sparkline
 from deploy.status import Status, StepReward
 from tests.buffer.world import World
@@ -45,6 +46,21 @@ def test_a_run_at_work_is_shown_within_80_columns(world: World) -> None:
         "step 3/5  reward 0.300  accuracy 0.750 (version 3)  length 13.0  staleness 0.50  150 tokens/s  "
         "mismatch 3.0e-06  4 s left"
     )
+
+
+def test_pools_are_shown_with_what_is_desired_and_what_they_brought(world: World) -> None:
+    trained_run(world)
+    names = ["producer", *(f"some-pool-with-quite-a-long-name-{number}" for number in range(9))]
+    pools = Pools(world.client, world.run)
+    pools.declare({name: Desired(3, 8) for name in names})
+    pools.told_to_drain("p1")
+    join(world, "p0", "joining")
+    text = shown(status_of(world))
+    fits(text)
+    assert "others" in text
+    (row,) = (row for row in text.splitlines() if "│ producer" in row)
+    told = " ".join(row.strip("│").split())
+    assert told == "producer 0 of 3, 1 not yet, 1 draining 50 9 (100%) 0.00"
 
 
 def test_long_names_reasons_and_errors_do_not_break_the_frame(world: World) -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from buffer.metrics import Metrics
+from buffer.pools import Desired, Pools
 from deploy.status import Status
 from tests.buffer.world import World
 from tests.deploy.shown import join, status_of, step_numbers, trained_run
@@ -75,6 +76,35 @@ def test_numbers_of_an_earlier_process_of_a_name_are_not_shown(world: World) -> 
     join(world, "p0", "joining", waiting="the engine starts")
     first = status_of(world).producers[0]
     assert (first.running, first.tokens_per_second, first.waiting) == (None, None, "the engine starts")
+
+
+def test_each_pool_shows_what_it_is_to_have_what_it_has_and_what_it_brought(world: World) -> None:
+    trained_run(world)
+    assert status_of(world).pools == [], "no pool is declared yet"
+    pools = Pools(world.client, world.run)
+    pools.declare({"producer": Desired(3, 8), "slow": Desired(1, 8)})
+    fast, slow = status_of(world).pools
+    assert (fast.name, fast.desired, fast.running, fast.serving, fast.draining) == ("producer", 3, 2, 2, 0)
+    assert (fast.tokens_per_second, fast.groups, fast.share) == (150.0, 9, 1.0)
+    assert (fast.staleness, fast.staleness_max) == (0.0, 0)
+    assert (slow.desired, slow.running, slow.tokens_per_second, slow.groups) == (1, 0, None, 0)
+    assert (slow.share, slow.staleness) == (0.0, None)
+
+
+def test_a_replica_that_leaves_counts_as_draining_from_the_moment_it_is_told(world: World) -> None:
+    trained_run(world)
+    pools = Pools(world.client, world.run)
+    pools.declare({"producer": Desired(1, 8)})
+    pools.told_to_drain("p1")
+    pools.told_to_drain("producer-7")  # told before it had joined
+    (pool,) = status_of(world).pools
+    assert (pool.running, pool.draining) == (1, 2)
+    join(world, "p0", "quarantined", 3)
+    (pool,) = status_of(world).pools
+    assert (pool.running, pool.serving) == (1, 0)
+    join(world, "p0", "draining", 3)
+    (pool,) = status_of(world).pools
+    assert (pool.running, pool.draining) == (0, 3)
 
 
 def test_asking_what_is_due_changes_nothing(world: World) -> None:
