@@ -189,6 +189,13 @@ def small_spec(tmp_path: Path, model: Path, **changes: Any) -> Path:
     return path
 
 
+def ledger_holds(folder: Path) -> dict[str, object]:
+    """`forebay ledger --verify` on the run folder, which must succeed."""
+    result = forebay("ledger", str(folder), "--verify", "--json", cwd=folder.parent, seconds=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout)
+
+
 def read_report(folder: Path) -> dict[str, Any]:
     """The report that a run leaves."""
     return json.loads((folder / "report.json").read_text())

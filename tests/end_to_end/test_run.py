@@ -1,6 +1,5 @@
 """One command trains a policy end to end; what it leaves behind adds up, however it ends."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from tests.end_to_end.conftest import (
     ROOT,
     LiveRun,
     environment,
-    forebay,
+    ledger_holds,
     no_process_remains,
     processes_of,
     read_report,
@@ -23,13 +22,6 @@ from tests.end_to_end.conftest import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-def ledger_holds(folder: Path) -> dict[str, object]:
-    """`forebay ledger --verify` on the run folder, which must succeed."""
-    result = forebay("ledger", str(folder), "--verify", "--json", cwd=folder.parent, seconds=60)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(result.stdout)
 
 
 @pytest.mark.timeout(400)

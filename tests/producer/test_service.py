@@ -1,6 +1,7 @@
 """A producer leases what it may answer, commits only what it has proved, and gives back the rest however it ends."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -170,6 +171,29 @@ def test_seeds_and_prompts_do_not_depend_on_who_answers(client: "redis.Redis", m
     one = groups(make_settings(run=f"one-{os.getpid()}"))
     other = groups(make_settings(run=f"other-{os.getpid()}", member="another", settings={"engine": {"concurrency": 1}}))
     assert one == other and len(one) == 8
+
+
+def test_a_pool_with_tasks_answers_prompts_of_those_only(
+    client: "redis.Redis", make_settings: Make, tmp_path: Path
+) -> None:
+    rows = tmp_path / "tasks.jsonl"
+    kinds = ["sum", "product", "root"] * 4
+    rows.write_text(
+        "".join(json.dumps({"question": f"{n}=", "answer": "1", "kind": k}) + "\n" for n, k in enumerate(kinds))
+    )
+    settings = make_settings(
+        data={"path": str(rows), "task_key": "kind"},
+        settings={"engine": {"concurrency": 4}, "drain_seconds": 5, "tasks": ["product", "root"]},
+        groups_per_step=12,
+    )
+
+    async def act(scene: Scene) -> None:
+        await scene.until(lambda: scene.count("generated") == 8)
+        await scene.until(lambda: scene.member().info["waiting"].startswith("exhausted"))
+
+    scene = play(client, settings, act)
+    assert {group.task for group in scene.groups()} == {"product", "root"}
+    assert scene.counts()["pending"] == 4
 
 
 def test_the_next_pass_is_opened_when_every_prompt_was_leased(client: "redis.Redis", make_settings: Make) -> None:
