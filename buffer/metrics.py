@@ -109,6 +109,10 @@ class EvaluationQueue:
         answer = self._scripts.call("claim_evaluation", member, str(version), str(int(seconds * 1000)))
         return (int(answer[0]), int(answer[1])) if answer else None
 
+    def release(self, member: str) -> int:
+        """Let others claim what a member that is known to be gone has claimed; number of requests."""
+        return int(self._scripts.call("release_evaluations", member))
+
     def done(self, version: int) -> None:
         """The result is recorded."""
         self._client.zrem(self._open, str(version))

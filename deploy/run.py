@@ -29,7 +29,7 @@ from buffer.client import connect
 from buffer.errors import BufferUnavailable, ForebayError, ProofFailed, SpecError
 from buffer.ledger import Ledger
 from buffer.members import Members
-from buffer.metrics import Control, Metrics
+from buffer.metrics import Control, EvaluationQueue, Metrics
 from buffer.pools import Pools, member_names, pool_of
 from deploy import run_folder
 from deploy.controller.service import listen
@@ -170,6 +170,7 @@ class Run:
             ledger=Ledger(self._client, run),
             members=members,
             metrics=Metrics(self._client, run),
+            evaluations=EvaluationQueue(self._client, run),
             drain_seconds={name: pool.drain_seconds for name, pool in self.spec.producers.items()},
             folder=self.folder,
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from buffer.errors import ProofFailed, SpecError
 from buffer.ledger import Ledger
 from buffer.members import Members
-from buffer.metrics import Metrics
+from buffer.metrics import EvaluationQueue, Metrics
 from buffer.pools import Pools, member_names, pool_of
 from deploy.pools.base import Ended, Pool, Restarts, RunFailed
 
@@ -32,12 +32,14 @@ class Replicas:
         ledger: Ledger,
         members: Members,
         metrics: Metrics,
+        evaluations: EvaluationQueue,
         drain_seconds: Mapping[str, float],
         folder: Path,
     ) -> None:
         """``drain_seconds``: of each pool that these processes belong to."""
         self._processes = processes
         self._pools, self._ledger, self._members, self._metrics = pools, ledger, members, metrics
+        self._evaluations = evaluations
         self._drain_seconds = drain_seconds
         self._folder = folder
         self._restarts = Restarts()
@@ -87,8 +89,9 @@ class Replicas:
             self._killed.update(late)
 
     def _ended(self, ended: Ended, *, stopping: bool) -> None:
-        # What it had leased goes back at once, not only when its leases run out.
+        # What it had leased or claimed goes back at once, not only when its time runs out.
         left = self._ledger.give_back_all(ended.name)
+        self._evaluations.release(ended.name)
         if ended.name in self._leaving:
             self._left(ended, left)
             return

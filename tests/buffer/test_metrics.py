@@ -75,3 +75,16 @@ def test_an_evaluation_is_claimed_by_one_and_again_when_the_claim_runs_out(world
     queue.done(0)
     queue.request(0, 0)
     assert queue.open() == [10]
+
+
+def test_what_a_member_that_is_gone_has_claimed_is_claimed_by_another_at_once(world: World) -> None:
+    queue = EvaluationQueue(world.client, world.run)
+    for version in (1, 2, 3):
+        queue.request(version, version)
+    assert queue.claim("p0", version=3, seconds=600) == (1, 1)
+    assert queue.claim("p1", version=3, seconds=600) == (2, 2)
+    assert queue.release("p0") == 1
+    assert queue.release("p0") == 0
+    assert queue.claim("p2", version=3, seconds=600) == (1, 1)
+    assert queue.claim("p3", version=3, seconds=600) == (3, 3)
+    assert queue.claim("p4", version=3, seconds=600) is None

@@ -12,7 +12,7 @@ import pytest
 from buffer import server
 from buffer.client import connect
 from buffer.errors import BufferUnavailable
-from buffer.metrics import Metrics
+from buffer.metrics import EvaluationQueue, Metrics
 from buffer.pools import Desired, Pools
 from deploy.pools import replicas as module
 from deploy.pools.base import RESTARTS, RunFailed
@@ -39,6 +39,7 @@ class Scene:
         self.pools = Pools(world.client, world.run)
         self.pools.declare({"producer": Desired(1, 8), "other": Desired(0, 8)})
         self.metrics = Metrics(world.client, world.run)
+        self.evaluations = EvaluationQueue(world.client, world.run)
         self.codes: dict[str, str] = {}  # of single names
         self.started: list[str] = []
         self.processes = ProcessPool(folder, self._command)
@@ -49,6 +50,7 @@ class Scene:
             ledger=world.ledger,
             members=world.members,
             metrics=self.metrics,
+            evaluations=self.evaluations,
             drain_seconds={"producer": drain_seconds, "other": drain_seconds},
             folder=folder,
         )
@@ -187,15 +189,19 @@ def test_a_producer_that_ends_well_without_being_told_is_started_again(make: Cal
     assert text.startswith("it ended with code 0 after") and text.endswith("and is started again")
 
 
-def test_a_producer_that_is_killed_is_started_again_and_its_prompts_go_back(make: Callable[..., Scene]) -> None:
+def test_a_producer_that_is_killed_is_started_again_and_what_it_held_goes_back(make: Callable[..., Scene]) -> None:
     scene = make()
     scene.up("producer-0")
     scene.world.serve("producer-0", 0)
     scene.world.lease("producer-0", 3)
+    scene.evaluations.request(0, 0)
+    assert scene.evaluations.claim("producer-0", version=0, seconds=600) == (0, 0)
+    assert scene.evaluations.claim("producer-7", version=0, seconds=600) is None
     before = scene.processes.pid("producer-0")
     os.kill(before, signal.SIGKILL)
     scene.until(lambda: scene.names() == ["producer-0"] and scene.processes.pid("producer-0") != before)
     assert scene.world.counts()["leased"] == 0
+    assert scene.evaluations.claim("producer-7", version=0, seconds=600) == (0, 0)
     assert "was killed by SIGKILL" in scene.events("restart")[0]
 
 
