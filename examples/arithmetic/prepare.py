@@ -1,8 +1,8 @@
 """The example begins with a model that answers less than half of the problems, and knows how to answer all of them.
 
 `python examples/arithmetic/prepare.py [FOLDER]` (in the consumer's environment) writes three-digit additions to train
-and to evaluate on, and a small model pre-trained on other ones. It learns from a pupil who adds well but forgets most
-carries: so its most likely answer is wrong wherever there is a carry, and right answers are among its samples, which is
+and to evaluate on, and a small model pre-trained on other ones. It learns from a pupil who mostly forgets to
+carry: so its most likely answer is wrong wherever there is a carry, and right answers are among its samples, which is
 what reinforcement learning can work with. The share of right answers is bounded by the data, however long pre-training
 takes, and the deadline bounds that on a slow machine. The same parameters give the same data, and the same model where
 the machine computes alike. What is finished is marked so, and is not done again.
@@ -52,7 +52,7 @@ class Preparation:
     hidden: int = 256
     layers: int = 4
     spread: float = 0.06  # standard deviation of the first weights
-    forgotten_carries: float = 0.65  # share of the carries that the pre-training examples leave out
+    careless: float = 0.65  # share of the pre-training examples that are worked without carrying
     batch: int = 32
     learning_rate: float = 1e-3
     warm_up_steps: int = 200
@@ -110,8 +110,8 @@ def batches(preparation: Preparation, pool: torch.Tensor) -> Iterator[tuple[torc
     size = preparation.batch
     while True:
         pairs = pool[torch.randint(len(pool), (size,), generator=generator)]
-        kept = torch.rand(size, 2, generator=generator) >= preparation.forgotten_carries
-        total = sums(pairs[:, 0], pairs[:, 1], kept)
+        careful = torch.rand(size, generator=generator) >= preparation.careless
+        total = sums(pairs[:, 0], pairs[:, 1], careful)
         length = torch.where(total >= 1000, 4, 3)
         columns = torch.arange(ANSWER_LENGTH)
         place = (length[:, None] - 1 - columns).clamp(min=0)
@@ -124,11 +124,11 @@ def batches(preparation: Preparation, pool: torch.Tensor) -> Iterator[tuple[torc
         yield torch.cat([prompts, answers], dim=1), labels
 
 
-def sums(left: torch.Tensor, right: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Written addition; ``kept`` (n, 2) says whether the carries into the tens and the hundreds are remembered."""
+def sums(left: torch.Tensor, right: torch.Tensor, careful: torch.Tensor) -> torch.Tensor:
+    """Written addition, digit under digit; where it is not ``careful`` (n,), nothing is carried to the left."""
     units = left % 10 + right % 10
-    tens = left // 10 % 10 + right // 10 % 10 + (units >= 10) * kept[:, 0]
-    hundreds = left // 100 + right // 100 + (tens >= 10) * kept[:, 1]
+    tens = left // 10 % 10 + right // 10 % 10 + (units >= 10) * careful
+    hundreds = left // 100 + right // 100 + (tens >= 10) * careful
     return 100 * hundreds + 10 * (tens % 10) + units % 10
 
 
