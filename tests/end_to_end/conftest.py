@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from buffer.errors import ForebayError
+from deploy import run_folder
+from deploy.status import read_status
+
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCER_PYTHON = ROOT / ".venv/producer/bin/python"
 CONSUMER_PYTHON = ROOT / ".venv/consumer/bin/python"
@@ -44,10 +48,24 @@ class LiveRun:
         result = forebay("status", str(self.folder), "--json", cwd=self.folder.parent, seconds=30)
         return json.loads(result.stdout) if result.returncode == 0 else {}
 
+    def look(self) -> dict[str, Any]:
+        """The same, read here: starting a command over and over would take a core from the run."""
+        if not (self.folder / run_folder.RECORD_FILE).exists():
+            return {}
+        try:
+            record = run_folder.read_record(self.folder)
+            client = run_folder.connect_live(self.folder, record, seconds=3.0)
+            beat = record.buffer.heartbeat_seconds
+            status = read_status(client, run=record.run, steps=record.steps, heartbeat_seconds=beat)
+        except ForebayError:  # an earlier run's record, or the server is not up yet
+            return {}
+        client.close()
+        return status.model_dump(mode="json")
+
     def wait_until(self, is_so: Callable[[dict[str, Any]], bool], what: str, seconds: float = 300) -> None:
         """Return once the status says so; fail when the run ends or it takes too long."""
         deadline = time.monotonic() + seconds
-        while not is_so(self.status()):
+        while not is_so(self.look()):
             if self.process.poll() is not None:
                 pytest.fail(f"the run ended before {what}:\n{self.output()}")
             if time.monotonic() > deadline:
