@@ -223,6 +223,8 @@ def _prompt(spec: RunSpec, report: CheckReport) -> Iterator[ForebayError]:
 def _rewards(spec: RunSpec, report: CheckReport) -> Iterator[ForebayError]:
     check_names(spec.rewards)
     for reward in spec.rewards:
+        if ":" in reward.name:
+            report.notes.append(f"the reward {reward.name} is imported and tried when a producer starts")
         if reward.name in NEED_ANSWER and spec.data.answer_key is None:
             yield SpecError(
                 f"the reward `{reward.name}` compares with a reference answer, and the data has none",

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 
-from buffer.errors import TrainingFailed
+from buffer.errors import SpecError, TrainingFailed
 from buffer.ledger import Lease, Ledger
 from buffer.records import Group, Sample, Sampling, pack_float32, pack_int32
 from producer.activity import Activity
@@ -24,6 +25,9 @@ from producer.rewards.processes import Judged, ScorerProcesses
 from producer.rewards.weighted import Reward
 from producer.settings import ProducerSettings
 
+log = structlog.get_logger()
+
+FAILED_GROUPS = 4  # so many groups of failures, and not one score, end the producer
 FEWEST_SCORED = 2  # an advantage is relative to the other samples of the group
 
 
@@ -71,6 +75,7 @@ async def roll_out(shop: Workshop, lease: Lease) -> None:
         rewards = await shop.scorers.score(
             row.for_scorers(), [Judged(completion.text, completion.finish_reason) for completion in completions]
         )
+    _note_failures(shop, rewards)
     group = _group(
         shop.settings, lease, tokens, completions, rewards, generated - started, time.monotonic() - generated
     )
@@ -79,6 +84,25 @@ async def roll_out(shop: Workshop, lease: Lease) -> None:
     reason = unusable(group, dynamic_sampling=shop.settings.dynamic_sampling)
     await asyncio.to_thread(shop.ledger.commit, lease, group, usable=not reason, reason=reason)
     shop.activity.count_group(group, reason)
+    _refuse_broken_rewards(shop)
+
+
+def _note_failures(shop: Workshop, rewards: Sequence[Reward]) -> None:
+    """People see why a reward fails in the member's record and in the log."""
+    errors = {reward.error for reward in rewards if reward.error}
+    for error in errors - {shop.activity.last_error}:
+        shop.activity.last_error = error
+        log.warning("a reward failed", error=error)
+
+
+def _refuse_broken_rewards(shop: Workshop) -> None:
+    """A reward that never gave a score is wrong, not unlucky: prompts must not be used up by it."""
+    if shop.activity.scored == 0 and shop.activity.failed >= FAILED_GROUPS * shop.settings.group_size:
+        raise SpecError(
+            f"no completion could be scored, {shop.activity.failed} failed: {shop.activity.last_error}",
+            where="rewards",
+            cure="correct the reward: it is called as (completion, row, finish_reason, **options), see docs/rewards.md",
+        )
 
 
 def unusable(group: Group, *, dynamic_sampling: bool) -> str:
