@@ -56,6 +56,13 @@ SUMS = (
 LARGEST = ("mismatch", "newest_mismatch")
 
 
+def _oldest_versions(batch: MicroBatch) -> torch.Tensor:
+    """For each token the oldest version of its sample: one sampled after an in-flight update still saw a cache of
+    before, so only samples of one version show the mismatch of the kernels alone."""
+    rows = batch.versions.split(list(batch.lengths))
+    return torch.cat([row.min().expand(len(row)) if len(row) else row for row in rows])
+
+
 @dataclass
 class Tally:
     """What a rank has seen of a step."""
@@ -234,7 +241,7 @@ class Trainer:
                 inside = scores.inside.double()
                 difference = (log_probs.detach() - behaviour).double()
                 mismatch = (start - behaviour).abs().double() * inside
-                of_newest = inside * (batch.versions == newest)
+                of_newest = inside * (_oldest_versions(batch) == newest)
                 for name, value in {
                     "loss": loss,
                     "tokens": torch.tensor(float(len(inside))),

@@ -196,9 +196,10 @@ def status(
     """Show a run, alive or ended: step, reward, accuracy, who waits on whom, producers and what they serve."""
     with run_folder.opened_buffer(folder) as (client, record, alive):
         if watch and alive and not as_json:
-            with Live(console=out, refresh_per_second=2) as live:
+            with ExitStack() as stack:
+                view = _LiveView(stack) if out.is_terminal else _PlainView()
                 while run_folder.is_running(folder):
-                    live.update(progress.render(_status(client, record)))
+                    view.show(_status(client, record))
                     time.sleep(1.0)
             return
         found = _status(client, record)
@@ -207,7 +208,9 @@ def status(
         else:
             out.print(progress.render(found))
             if not alive:
-                out.print("the run is not running; go on with `forebay run SPEC --resume`", highlight=False)
+                done = (found.step or 0) >= record.steps
+                hint = "" if done else "; go on with `forebay run SPEC --resume`"
+                out.print(f"the run has {'finished' if done else 'ended'}{hint}", highlight=False)
 
 
 def _status(client: "redis.Redis", record: run_folder.RunRecord) -> Status:

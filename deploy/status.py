@@ -4,7 +4,7 @@ Numbers that nobody has measured are null, and so are numbers that are not finit
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
@@ -248,7 +248,7 @@ def read_status(
         accuracy=_accuracy(evaluations),
         response_length=number(last, "response/length_mean"),
         staleness=number(last, "staleness/mean"),
-        mismatch=number(last, "mismatch/mean_abs"),
+        mismatch=_newest_known(newest, "mismatch/mean_abs"),
         tokens_per_second=sum(rates) if rates else None,
         eta_seconds=_eta(newest, steps - trained),
         waiting=explain(situation),
@@ -271,6 +271,11 @@ def read_pools(client: "redis.Redis", *, run: str, heartbeat_seconds: float) -> 
     numbers = Metrics(client, run).producers()
     shown = [_producer(member, numbers.get(member.name, {})) for member in members]
     return pool_details(_pools(client, run, members, shown), members=members, draining=Pools(client, run).draining())
+
+
+def _newest_known(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Of the newest step that has it: a step without samples of the newest version shows no mismatch."""
+    return next((value for values in reversed(steps) if (value := number(values, name)) is not None), None)
 
 
 def number(values: Mapping[str, float], name: str) -> float | None:

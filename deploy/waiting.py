@@ -61,7 +61,7 @@ def is_generating(member: Member, running: float) -> bool:
 def _consumer(situation: Situation) -> str:
     member, due = situation.consumer, situation.due
     if member is None:
-        return "the consumer has not joined"
+        return "the consumer has left" if situation.trained else "the consumer has not joined"
     if not member.alive:
         return _dead(member)
     if member.version < 0:
