@@ -85,6 +85,7 @@ class Bench:
     engine: Any  # of the Engine protocol; vLLM's has tests of its inner parts too
     runner: asyncio.Runner
     reference: Any
+    tokenizer: Any
     version: int = 0
     ids: Iterator[int] = field(default_factory=itertools.count)
     load_seconds: list[float] = field(default_factory=list)
@@ -132,6 +133,9 @@ class Bench:
         self.compare_with(tensors)
         return self.version
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
     def compare_with(self, tensors: Tensors) -> None:
         """From here on the reference computes with these."""
         self.reference.load_state_dict(tensors, strict=False)
@@ -155,7 +159,7 @@ class Bench:
 @contextmanager
 def running_bench(kind: Kind, tied: bool, folder: Path) -> Iterator[Bench]:
     """Start an engine and end it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
     model = write_model(folder / "model", tied=tied, **SHAPE)
@@ -165,7 +169,7 @@ def running_bench(kind: Kind, tied: bool, folder: Path) -> Iterator[Bench]:
         started = time.monotonic()
         runner.run(engine.start())
         print(f"\nengine started in {time.monotonic() - started:.1f} s: {engine.layout()}")
-        bench = Bench(kind, tied, model, folder, engine, runner, reference)
+        bench = Bench(kind, tied, model, folder, engine, runner, reference, AutoTokenizer.from_pretrained(model))
         try:
             yield bench
         finally:
