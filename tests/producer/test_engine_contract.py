@@ -43,6 +43,7 @@ BENCHES = [
 ]
 KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.slow)]
 LOADS = 5
+DELAYS = (0.1, 0.3, 1.0, 3.0)  # seconds until a request is well under way: by how busy the machine is
 
 
 def test_each_token_has_the_log_prob_that_transformers_gives_it(bench: Bench) -> None:
@@ -165,22 +166,25 @@ def test_a_paused_engine_samples_nothing_and_then_goes_on(bench: Bench) -> None:
 
 
 def test_a_request_that_runs_over_a_load_has_tokens_of_both_versions(bench: Bench) -> None:
-    bench.run(bench.load(bench.initial()))
     prompt = tokens_of(300, 6)
 
-    async def over_a_load() -> tuple[Completion, int, int]:
+    async def over_a_load(delay: float) -> tuple[Completion, int, int]:
+        await bench.load(bench.initial())
         old = bench.version
         # A seed whose completion does not end early.
         running = [
             asyncio.create_task(bench.engine.generate(bench.request(prompt, seed=seed, max_tokens=400)))
             for seed in range(6)
         ]
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(delay)
         new = await bench.load(changed(bench.initial(), 1))
         completions = await asyncio.gather(*running)
         return max(completions, key=lambda completion: len(set(completion.versions))), old, new
 
-    completion, old, new = bench.run(over_a_load())
+    for delay in DELAYS:
+        completion, old, new = bench.run(over_a_load(delay))
+        if len(set(completion.versions)) == 2:
+            break
     swap = completion.versions.index(new)
     assert 0 < swap < len(completion.versions)
     assert completion.versions == [old] * swap + [new] * (len(completion.versions) - swap)
@@ -205,18 +209,19 @@ def test_a_prefix_computed_with_older_weights_is_never_used_by_a_new_request(ben
 
 
 def test_an_aborted_request_answers_with_what_it_has_and_the_others_go_on(bench: Bench) -> None:
-    async def abort() -> tuple[Completion, Completion]:
-        request, other = (bench.request(tokens_of(302, 6), max_tokens=900, seed=seed) for seed in (4, 7))
+    async def abort(delay: float) -> tuple[Completion, Completion]:
+        request = bench.request(tokens_of(302, 6), max_tokens=900, seed=4)
+        other = bench.request(tokens_of(302, 6), max_tokens=120, seed=7)
         running = asyncio.create_task(bench.engine.generate(request))
         beside = asyncio.create_task(bench.engine.generate(other))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(delay)
         await bench.engine.abort(request.id)
         return await running, await beside
 
     bench.run(bench.load(bench.initial()))
-    for _ in range(3):
-        aborted, other = bench.run(abort())
-        if aborted.finish_reason == "abort":
+    for delay in DELAYS:
+        aborted, other = bench.run(abort(delay))
+        if aborted.finish_reason == "abort" and aborted.token_ids:
             break
     assert aborted.finish_reason == "abort" and other.finish_reason != "abort"
     assert 0 < len(aborted.token_ids) == len(aborted.log_probs) == len(aborted.versions) < 900
@@ -334,7 +339,7 @@ class FollowedWeights(ScriptedWeights):
 def test_on_a_real_engine_every_token_has_its_versions_log_prob(bench: Bench, mode: UpdateMode) -> None:
     versions = {number: changed(bench.initial(), 50 + number) for number in range(3)}
 
-    async def run() -> list[tuple[list[int], list[Completion]]]:
+    async def run(delay: float) -> list[tuple[list[int], list[Completion]]]:
         requests = Requests(bench.engine, bench.decode)
         weights = FollowedWeights(bench)
 
@@ -358,13 +363,16 @@ def test_on_a_real_engine_every_token_has_its_versions_log_prob(bench: Bench, mo
                 updates.offer(manifest, shadow.reference(manifest))
                 await updates.first(10)
                 groups += [asyncio.create_task(group(4 * version + number)) for number in range(3)]
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(delay)
             answers = list(await asyncio.gather(*groups))
         assert weights.proved == list(versions)
         return answers
 
-    answers = bench.run(run())
-    per_group = [{version for completion in group for version in completion.versions} for _, group in answers]
+    for delay in DELAYS:
+        answers = bench.run(run(delay))
+        per_group = [{version for completion in group for version in completion.versions} for _, group in answers]
+        if mode == "drain" or max(map(len, per_group)) > 1:
+            break
     assert all(len(found) == 1 for found in per_group) if mode == "drain" else max(map(len, per_group)) > 1
     assert set().union(*per_group) == set(versions)
     for version, tensors in versions.items():

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from producer.engine.base import Completion, Request
 from producer.engine.errors import EngineFailed
 from producer.engine.sampling import draw, generator_of, processed
 from producer.engine.stop_texts import cut_at_stop
-from tests.producer.engine_bench import SHAPE, Bench, changed, engine_for, shadow_with, tokens_of, write_model
+from producer.service import real_engine
+from producer.settings import ProducerSettings
+from tests.producer.engine_bench import SHAPE, Bench, Kind, changed, engine_for, shadow_with, tokens_of, write_model
 from weight_sync.model_folder import read_tensors
 
 pytestmark = pytest.mark.producer_env
@@ -153,6 +156,12 @@ def test_bfloat16_weights_are_computed_and_loaded_as_they_are(tmp_path: Path) ->
     wanted = logs.float().log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     assert torch.equal(torch.tensor(scored), wanted)
     assert torch.allclose(torch.tensor(completion.log_probs), wanted, atol=0.05)
+
+
+def test_a_pool_runs_the_engine_that_it_names(make_settings: Callable[..., ProducerSettings]) -> None:
+    for kind in get_args(Kind):
+        engine = real_engine(make_settings(settings={"engine": {"kind": kind}}))
+        assert type(engine).__name__ == f"{kind.capitalize()}Engine"
 
 
 def test_a_completion_is_cut_after_the_first_stop_text_in_it() -> None:
