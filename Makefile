@@ -11,7 +11,7 @@ help:            ## list the targets
 
 quickstart: setup  ## set up, prepare the example's model, then train it end to end
 	$(CONSUMER)/python examples/arithmetic/prepare.py
-	$(CONTROLLER)/forebay run examples/quickstart.yaml
+	$(CONTROLLER)/forebay run examples/quickstart.yaml --restart
 
 test: setup      ## set up, check the code, then run every test in the environment it belongs to
 	@$(PYTHON) tests/run.py $(STAGES)

@@ -5,7 +5,6 @@ It is for runs on one machine: data, log and password lie in one folder; a start
 
 import fcntl
 import os
-import secrets
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import redis
 
 from buffer.errors import BufferUnavailable, DeadlineExceeded
 from buffer.processes import dying_with_me
+from buffer.secret_file import kept_secret, write_private
 
 HOST = "127.0.0.1"
 PASSWORD_FILE = "password"
@@ -86,31 +86,17 @@ def _refuse_used_port(port: int) -> None:
             ) from error
 
 
-def _password(folder: Path) -> str:
-    """The folder's password, made at the first start; readable by its owner only."""
-    path = folder / PASSWORD_FILE
-    if path.exists() and (known := path.read_text().strip()):
-        return known
-    password = secrets.token_urlsafe(32)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(password)
-    os.chmod(path, 0o600)
-    return password
-
-
 def _write_config(folder: Path, port: int, password: str) -> Path:
     """A configuration file: a password on the command line could be read by every user of the machine."""
     path = folder / "server.conf"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     data = str(folder).replace("\\", "\\\\").replace('"', '\\"')
-    with os.fdopen(descriptor, "w") as file:
-        file.write(
-            f"bind {HOST}\nport {port}\nprotected-mode yes\nrequirepass {password}\n"
-            f'dir "{data}"\nlogfile {LOG_FILE}\ndaemonize no\npidfile ""\n'
-            'appendonly yes\nappendfsync everysec\naof-load-truncated yes\nsave ""\n'
-            "maxmemory-policy noeviction\nmaxclients 4096\n"
-        )
+    write_private(
+        path,
+        f"bind {HOST}\nport {port}\nprotected-mode yes\nrequirepass {password}\n"
+        f'dir "{data}"\nlogfile {LOG_FILE}\ndaemonize no\npidfile ""\n'
+        'appendonly yes\nappendfsync everysec\naof-load-truncated yes\nsave ""\n'
+        "maxmemory-policy noeviction\nmaxclients 4096\n",
+    )
     return path
 
 
@@ -162,7 +148,7 @@ def start(folder: str | Path, *, port: int | None = None, seconds: float = 30.0)
 
 
 def _start_once(folder: Path, binary: str, port: int, lock: int, seconds: float) -> EmbeddedServer:
-    password = _password(folder)
+    password = kept_secret(folder / PASSWORD_FILE)
     config = _write_config(folder, port, password)
     process = subprocess.Popen(
         [binary, str(config)],

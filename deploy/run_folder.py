@@ -7,7 +7,7 @@ report.json      the result                              logs/  tensorboard/  se
 
 import fcntl
 import os
-import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ import redis
 from buffer import server
 from buffer.client import connect
 from buffer.errors import ForebayError, SpecError
+from buffer.secret_file import kept_secret
 from buffer.settings import BufferSettings, Settings
 
 RECORD_FILE, TOKEN_FILE, REPORT_FILE, LOCK_FILE = "run.json", "token", "report.json", "run.lock"
@@ -89,14 +90,7 @@ def controller_token(folder: Path, token_env: str) -> str:
     """The controller's bearer token: of the environment, else of the folder's file, which is made when missing."""
     if given := os.environ.get(token_env):
         return given
-    path = folder / TOKEN_FILE
-    if path.exists() and (known := path.read_text().strip()):
-        return known
-    token = secrets.token_urlsafe(32)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(token)
-    return token
+    return kept_secret(folder / TOKEN_FILE)
 
 
 def connect_live(folder: Path, record: RunRecord, *, seconds: float) -> "redis.Redis":
@@ -128,7 +122,7 @@ def opened_buffer(folder: Path) -> Iterator[tuple["redis.Redis", RunRecord, bool
 def is_running(folder: Path) -> bool:
     """Whether a `forebay run` holds the folder."""
     try:
-        with hold(folder):
+        with hold(folder, seconds=0.0):
             return False
     except RunFolderHeld:
         return True
@@ -139,20 +133,31 @@ class RunFolderHeld(ForebayError):
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Keep other runs out of the folder; the kernel lets go of it however this process ends."""
+def hold(folder: Path, *, seconds: float = 1.0) -> Iterator[None]:
+    """Keep other runs out of the folder; the kernel lets go of it however this process ends. ``seconds``: somebody who
+    only asks whether a run is alive holds it too, for a moment."""
     if not folder.is_dir():
         raise SpecError("there is no such run folder", where=str(folder), cure="name the key `folder` of the spec")
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _locked(descriptor, seconds):
             raise RunFolderHeld(
                 "another `forebay run` works in this folder",
                 where=str(folder),
                 cure="wait for it or stop it (Ctrl-C), or give this run another `folder`",
-            ) from error
+            )
         yield
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(0.02)

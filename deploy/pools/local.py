@@ -44,6 +44,8 @@ def command(
     # The working directory is that of the run: a reward of one's own is found there.
     paths.insert(1, os.getcwd())
     variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Threads that spin while they wait take the cores from the other services of the machine.
+    variables |= {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     return [python_of(service), "-m", module, "--settings", str(file)], variables
 
 

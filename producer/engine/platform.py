@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from buffer.errors import SpecError
+from producer.engine.ownership import OWNER
 
 Platform = Literal["ascend", "cuda", "cpu"]
-OWNER = "FOREBAY_ENGINE_OWNER"
-"""Environment variable with the id of the process that the engine's processes end with."""
 
 
 def installed() -> Platform:

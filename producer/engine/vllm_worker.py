@@ -5,10 +5,6 @@ On the CPU, vLLM packs linear weights for its kernels and drops or no longer rea
 digest is taken of what the layer answers to a fixed input; everything else is hashed as it lies in memory.
 """
 
-import os
-import select
-import signal
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from buffer.processes import die_with_parent
 from producer.engine.digest import digest
-from producer.engine.platform import OWNER
 from producer.engine.shadow_names import TIED_HEAD, some
 from weight_sync.manifest import decode
 from weight_sync.shadow import ShadowReference, open_shadow
@@ -133,31 +127,3 @@ def _answer(layer: Any) -> torch.Tensor:
     probe[columns % PROBE_ROWS, columns] = values
     with torch.no_grad():
         return layer.quant_method.apply(layer, probe.to(layer.params_dtype), None)
-
-
-def _end_with_owner(owner: int) -> None:
-    """End this process, and the engine's core that started it, when the service that owns the engine ends."""
-    parent = os.getppid()
-    if parent != owner:
-        die_with_parent(parent)
-
-    def end() -> None:
-        if parent != owner and os.getppid() == parent:
-            os.kill(parent, signal.SIGKILL)
-        os._exit(1)
-
-    def wait(descriptor: int) -> None:
-        select.select([descriptor], [], [])
-        end()
-
-    try:
-        descriptor = os.pidfd_open(owner)
-    except ProcessLookupError:
-        end()
-    else:
-        # A thread, not a signal: the kernel's signal follows the thread that forked, which need not live as long.
-        threading.Thread(target=wait, args=(descriptor,), daemon=True, name="end with owner").start()
-
-
-if (_owner := int(os.environ.get(OWNER, 0))) and _owner != os.getpid():
-    _end_with_owner(_owner)

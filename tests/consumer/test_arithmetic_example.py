@@ -54,7 +54,7 @@ def test_the_same_seed_draws_the_same_problems_and_another_one_others() -> None:
 
 def test_answers_without_forgotten_carries_are_right() -> None:
     tokenizer = build_tokenizer()
-    preparation = replace(SMALL, forgotten_carries=0.0, batch=256)
+    preparation = replace(SMALL, careless=0.0, batch=256)
     ids, labels = next(batches(preparation, draw_problems(preparation).pretraining))
     lengths = set()
     for row, learned in zip(ids.tolist(), labels.tolist(), strict=True):
@@ -69,10 +69,25 @@ def test_answers_without_forgotten_carries_are_right() -> None:
     assert lengths == {3, 4}
 
 
-def test_a_forgotten_carry_is_the_only_mistake() -> None:
-    left, right = torch.tensor([347, 347, 347, 999, 111]), torch.tensor([585, 585, 585, 999, 222])
-    kept = torch.tensor([[True, True], [False, True], [False, False], [True, False], [False, False]])
-    assert sums(left, right, kept).tolist() == [932, 922, 822, 1898, 333]
+def test_a_careless_answer_leaves_out_the_carries_and_is_otherwise_right() -> None:
+    left, right = torch.tensor([347, 347, 999, 111, 950]), torch.tensor([585, 585, 999, 222, 60])
+    careful = torch.tensor([True, False, False, False, False])
+    assert sums(left, right, careful).tolist() == [932, 822, 1888, 333, 910]
+
+
+def test_careless_examples_have_their_share() -> None:
+    tokenizer = build_tokenizer()
+    preparation = replace(SMALL, careless=0.65, batch=4096)
+    ids, _ = next(batches(preparation, draw_problems(preparation).pretraining))
+    carrying = wrong = 0
+    for row in ids.tolist():
+        question, rest = tokenizer.decode(row, skip_special_tokens=False).split("=")
+        left, right = map(int, question.split("+"))
+        if int(sums(*torch.tensor([[left], [right], [0]]))) != left + right:
+            carrying += 1
+            wrong += not rest.startswith(answer((left, right)) + EOS)
+    assert carrying > 2000
+    assert wrong / carrying == pytest.approx(0.65, abs=0.05)
 
 
 def test_batches_are_the_same_every_time_and_differ_from_each_other() -> None:

