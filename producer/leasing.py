@@ -109,6 +109,9 @@ class Rollouts:
         if not shop.gate.open:
             shop.activity.waiting = "quarantined" if shop.gate.fault else "no proved version"
             return False
+        if not shop.requests.open:
+            shop.activity.waiting = "running prompts end before an update"
+            return False
         if room <= 0:
             shop.activity.waiting = ""
             return False

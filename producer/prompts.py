@@ -4,7 +4,7 @@ What the prompt says is the template's matter alone: `chat` and a file of one's 
 themselves, `raw` and `r1_zero` are plain text to which the tokenizer adds what it adds to any text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ class Tokenizer(Protocol):
     def __call__(self, text: str, *, add_special_tokens: bool) -> Mapping[str, Any]: ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
 
 def load_tokenizer(model_path: str) -> Tokenizer:
@@ -83,6 +85,10 @@ class Renderer:
     def text(self, row: Row) -> str:
         """The prompt as text, for people."""
         return self._text(row)[0]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a completion's tokens, as engines give it: special ones are left out."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _text(self, row: Row) -> tuple[str, bool]:
         template = self._settings.template

@@ -28,6 +28,7 @@ from producer.gate import Gate
 from producer.heartbeat import Heartbeat
 from producer.leasing import Rollouts, open_pass
 from producer.prompts import Renderer, check_template, load_tokenizer
+from producer.requests import Requests
 from producer.rewards.processes import ScorerProcesses
 from producer.rollout import Workshop
 from producer.settings import ProducerSettings
@@ -130,7 +131,8 @@ class Replica:
         await asyncio.to_thread(metrics.event, "join", settings.member, f"pool {settings.pool}, {self._info()['host']}")
         engine = self.make_engine(settings)
         weights = self.make_weights(client, settings, self._incarnation)
-        shop = Workshop(settings, engine, scorers, renderer, dataset, ledger, self.gate, self.activity)
+        requests = Requests(engine, renderer.decode)
+        shop = Workshop(settings, engine, requests, scorers, renderer, dataset, ledger, self.gate, self.activity)
         rollouts = Rollouts(shop, metrics)
         fault: BaseException | None = None
         try:
@@ -169,7 +171,18 @@ class Replica:
             if held_out is not None:
                 await self._evaluate(queue, metrics, shop, held_out)
 
-        updates = Updates(shop.engine, weights, self.gate, proved, fault, evaluate_what_is_due)
+        pool = settings.settings
+        updates = Updates(
+            shop.engine,
+            shop.requests,
+            pool.update_mode,
+            pool.drain_seconds,
+            weights,
+            self.gate,
+            proved,
+            fault,
+            evaluate_what_is_due,
+        )
 
         def ready(manifest: Manifest, reference: ShadowReference) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending

@@ -21,6 +21,7 @@ from producer.data import Dataset
 from producer.engine.base import Completion, Engine, Request
 from producer.gate import Gate
 from producer.prompts import Renderer
+from producer.requests import Requests
 from producer.rewards.processes import Judged, ScorerProcesses
 from producer.rewards.weighted import Reward
 from producer.settings import ProducerSettings
@@ -32,7 +33,7 @@ FEWEST_SCORED = 2  # an advantage is relative to the other samples of the group
 
 
 class Aborted(Exception):
-    """The engine ended a request that nobody here aborted; the prompt is to be given back."""
+    """A request was ended, by the engine or for an update, without its answer; the prompt is to be given back."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Workshop:
 
     settings: ProducerSettings
     engine: Engine
+    requests: Requests
     scorers: ScorerProcesses
     renderer: Renderer
     dataset: Dataset
@@ -69,7 +71,7 @@ async def roll_out(shop: Workshop, lease: Lease) -> None:
     generated = time.monotonic()
     shop.activity.tokens += sum(len(completion.token_ids) for completion in completions)
     if any(completion.finish_reason == "abort" for completion in completions):
-        raise Aborted(f"the engine aborted a request of prompt {lease.prompt}")
+        raise Aborted(f"a request of prompt {lease.prompt} was aborted; the prompt is given back")
     _refuse_nan(completions)
     with shop.activity.scoring():
         rewards = await shop.scorers.score(
@@ -133,24 +135,7 @@ async def _generate(shop: Workshop, lease: Lease, tokens: Sequence[int]) -> list
         )
         for sample in range(shop.settings.group_size)
     ]
-    return await generate_all(shop.engine, requests)
-
-
-async def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """Every completion in the order of the requests; when one fails or the caller is cancelled, the others end too."""
-    running = {asyncio.ensure_future(engine.generate(request)): request for request in requests}
-    try:
-        return list(await asyncio.gather(*running))
-    except BaseException:
-        for task in running:
-            task.cancel()
-        # A cancelled `gather` has cancelled its tasks already: what has no answer is to be aborted, done or not.
-        left = [
-            request.id for task, request in running.items() if not task.done() or task.cancelled() or task.exception()
-        ]
-        await asyncio.gather(*(engine.abort(request_id) for request_id in left), return_exceptions=True)
-        await asyncio.gather(*running, return_exceptions=True)
-        raise
+    return await shop.requests.answer(requests)
 
 
 def _refuse_nan(completions: Sequence[Completion]) -> None:

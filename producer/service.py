@@ -25,9 +25,14 @@ log = structlog.get_logger()
 
 def real_engine(settings: ProducerSettings) -> Engine:
     """The engine that the pool names."""
+    folder = Path(settings.folder)
+    if settings.settings.engine.kind == "transformers":
+        from producer.engine.transformers import TransformersEngine
+
+        return TransformersEngine(settings.model, settings.settings, folder)
     from producer.engine.vllm import VllmEngine
 
-    return VllmEngine(settings.model, settings.settings, Path(settings.folder))
+    return VllmEngine(settings.model, settings.settings, folder)
 
 
 def real_weights(client: "redis.Redis", settings: ProducerSettings, incarnation: int) -> WeightSource:

@@ -81,16 +81,17 @@ class RewardSettings(Settings):
 class EngineSettings(Settings):
     """The engine that a pool runs."""
 
-    kind: Literal["vllm"] = "vllm"
-    """Which engine."""
+    kind: Literal["vllm", "transformers"] = "vllm"
+    """Which engine; `transformers` is plain PyTorch on the model's own code: slow, and without vLLM's limits."""
     concurrency: int = Field(default=32, gt=0)
     """Prompts in the engine at the same time."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads of one engine; none: half of the cores, shared among the replicas of the machine."""
     kv_cache_gib: int = Field(default=1, gt=0)
-    """CPU only: memory of the key-value cache in GiB."""
+    """vLLM on the CPU only: memory of the key-value cache in GiB."""
     args: dict[str, Any] = {}
-    """Further vLLM engine arguments, passed through (`tensor_parallel_size`, `gpu_memory_utilization`, ...)."""
+    """Further vLLM engine arguments, passed through (`tensor_parallel_size`, `gpu_memory_utilization`, ...); of the
+    `transformers` engine: `max_model_len`, `max_num_seqs`, `attn_implementation`."""
 
 
 class PoolSettings(Settings):
@@ -109,9 +110,13 @@ class PoolSettings(Settings):
     engine: EngineSettings = EngineSettings()
     """The engine of this pool."""
     update_mode: UpdateMode = "in_flight"
-    """`in_flight`: pause, load, resume; requests go on with the new weights and each token knows its version."""
+    """How new weights meet running requests; each token knows its version in every mode. `in_flight`: pause, load,
+    resume; requests go on with what they have computed. `drain`: no prompt begins until those that run have ended, so
+    that a group has one version; what has not ended within `drain_seconds` is aborted and its prompts go back.
+    `abort_resume`: requests are aborted, and go on from their tokens so far, computed anew with the new weights."""
     drain_seconds: float = Field(default=30.0, ge=0)
-    """How long a producer told to stop may finish its running prompts before it gives them back."""
+    """How long a producer told to stop (or to load, in the mode `drain`) may finish its running prompts before it gives
+    them back."""
     price: float = Field(default=1.0, ge=0)
     """Cost of one device-hour, in any currency; read by the autoscaler."""
 

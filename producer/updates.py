@@ -1,6 +1,7 @@
 """This replica runs one version at a time, says so only after its proof, and after a failed proof says nothing more.
 
-The in-flight sequence: pause, load, resume, probe. What was sampled between the swap and the proof waits at the gate.
+The sequence: deal with what runs as the pool's mode says, pause, load, resume, probe. What was sampled between the swap
+and the proof waits at the gate.
 An evaluation runs between two updates, so that its version stays.
 """
 
@@ -16,7 +17,9 @@ import structlog
 from buffer.errors import DeadlineExceeded, ProofFailed
 from producer.engine.base import Engine
 from producer.gate import Gate
+from producer.requests import Requests
 from weight_sync.manifest import Manifest
+from weight_sync.settings import UpdateMode
 from weight_sync.shadow import ShadowReference
 
 LOOK_SECONDS = 0.5  # between two looks for an evaluation that is due
@@ -41,6 +44,9 @@ class Updates:
     """The versions that arrive for one engine."""
 
     engine: Engine
+    requests: Requests
+    mode: UpdateMode
+    drain_seconds: float
     weights: Weights
     gate: Gate
     on_proved: Callable[[int], Awaitable[None]]
@@ -82,20 +88,23 @@ class Updates:
 
     async def _apply(self) -> None:
         self._arrived.clear()
-        newest, self._newest = self._newest, None
-        if newest is None:
+        if self._newest is None:
             return
-        manifest, reference = newest
         if self.gate.fault is not None:  # quarantined: it stays in the broadcasts, so that others get their weights
-            self.weights.release(reference)
+            self.weights.release(self._take()[1])
             return
-        started = time.monotonic()
         try:
-            await _within(self.engine.pause(), PAUSE_SECONDS, "pause")
-            await _within(self.engine.load(reference, manifest.version), LOAD_SECONDS, "load weights")
-            await _within(self.engine.resume(), PAUSE_SECONDS, "resume")
+            await self._settle()
+            manifest, reference = self._take()  # only now: a newer one may have come meanwhile
+            started = time.monotonic()
+            try:
+                await _within(self.engine.pause(), PAUSE_SECONDS, "pause")
+                await _within(self.engine.load(reference, manifest.version), LOAD_SECONDS, "load weights")
+                await _within(self.engine.resume(), PAUSE_SECONDS, "resume")
+            finally:
+                self.weights.release(reference)
         finally:
-            self.weights.release(reference)
+            self.requests.open_door()
         self.seconds = time.monotonic() - started
         self.count += 1
         try:
@@ -109,6 +118,22 @@ class Updates:
         await self.on_proved(manifest.version)
         await self.gate.prove(manifest.version, manifest.step)
         log.info("version proved", version=manifest.version, step=manifest.step, seconds=round(self.seconds, 4))
+
+    def _take(self) -> tuple[Manifest, ShadowReference]:
+        assert self._newest is not None
+        newest, self._newest = self._newest, None
+        return newest
+
+    async def _settle(self) -> None:
+        """Bring what runs where the mode wants it at a load."""
+        if self.mode == "in_flight":
+            return
+        self.requests.close_door()
+        if self.mode == "abort_resume":
+            await self.requests.abort(PAUSE_SECONDS, go_on=True)
+        elif not await self.requests.ended(self.drain_seconds):
+            log.warning("prompts did not end in time for an update", seconds=self.drain_seconds)
+            await self.requests.abort(PAUSE_SECONDS, go_on=False)
 
 
 async def _within(action: Awaitable[None], seconds: float, what: str) -> None:

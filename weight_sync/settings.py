@@ -7,7 +7,7 @@ from pydantic import Field
 from buffer.settings import Settings
 
 CommunicatorName = Literal["gloo", "nccl", "hccl"]
-UpdateMode = Literal["in_flight"]
+UpdateMode = Literal["in_flight", "drain", "abort_resume"]
 
 
 class WeightSyncSettings(Settings):

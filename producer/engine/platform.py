@@ -37,11 +37,16 @@ def choose(wanted: Literal["auto", "cpu", "cuda", "ascend"]) -> Platform:
     return found
 
 
+def cpu_threads(wanted: int | None) -> int:
+    """``wanted``, or what OMP_NUM_THREADS says, or half of the cores."""
+    return wanted or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 def environment(
     platform: Platform, *, threads: int | None, kv_cache_gib: int, workers: int, start_seconds: float
 ) -> dict[str, str]:
     """The variables that vLLM must find. ``workers``: processes that share the model (tensor times pipeline parallel);
-    ``threads``: of one worker (none: what OMP_NUM_THREADS says, else half of the cores)."""
+    ``threads``: of one worker (none: see ``cpu_threads``)."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -54,13 +59,12 @@ def environment(
         OWNER: str(os.getpid()),
     }
     if platform == "cpu":
-        cores = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, len(os.sched_getaffinity(0)) // 2)
         variables |= {
             "TORCHDYNAMO_DISABLE": "1",  # the compiler needs a C++ compiler at run time, and 20 s at the first batch
             "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
             # Bound threads would put every replica of a machine on the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(cores),
+            "OMP_NUM_THREADS": str(cpu_threads(threads)),
             # One process less: the worker computes in the engine's core, not behind a queue of its own.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if workers > 1 else "0",
         }

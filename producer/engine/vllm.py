@@ -18,8 +18,9 @@ import psutil
 
 from buffer.errors import DeadlineExceeded, ForebayError, SpecError
 from buffer.records import FinishReason
-from producer.engine import platform, vllm_release
+from producer.engine import errors, platform, vllm_release
 from producer.engine.base import Completion, Request
+from producer.engine.errors import EngineFailed, first_line
 from producer.engine.shadow_names import check_names
 from producer.engine.vllm_release import EngineDead, Release, RequestRefused
 from producer.settings import ModelSettings, PoolSettings
@@ -42,18 +43,6 @@ OURS = {
     "logprobs_mode": "`processed_logprobs`, which training needs",
 }
 """Engine arguments that are not the user's, and what they are taken from."""
-
-
-class EngineFailed(ForebayError):
-    """The engine did not start, died, or holds weights of which nobody knows what they are."""
-
-    exit_code = 9
-
-
-class EngineProducedNaN(ForebayError):
-    """The model's output is not a number."""
-
-    exit_code = 8
 
 
 class VllmEngine:
@@ -118,7 +107,7 @@ class VllmEngine:
         except Exception as error:
             await asyncio.to_thread(_end, _children_since(before))
             raise EngineFailed(
-                f"vLLM did not start: {_first_line(error)}\n{self._tail(read_from)}".rstrip(),
+                f"vLLM did not start: {first_line(error)}\n{self._tail(read_from)}".rstrip(),
                 where=f"model {self._model.path}, log {self._log}",
                 cure="correct the model folder or `producers.<pool>.engine.args` by what the log says",
             ) from error
@@ -165,20 +154,14 @@ class VllmEngine:
     async def generate(self, request: Request) -> Completion:
         await self._until_stepping()
         release = self._running()
-        length = len(request.prompt_token_ids)
-        if not 0 < length < release.limit():
-            raise ForebayError(
-                f"a prompt of {length} tokens does not fit: prompt and completion may have {release.limit()} together",
-                where=f"request {request.id}",
-                cure="lower `prompt.max_tokens`, or raise `max_model_len` in `producers.<pool>.engine.args`",
-            )
+        errors.refuse_length(len(request.prompt_token_ids), release.limit(), request_id=request.id)
         try:
             answer = await release.answer(request, salt=self._salt(), detokenize=bool(request.stop))
         except EngineDead as error:
             raise self._dead() from error
         except RequestRefused as error:
             raise ForebayError(
-                f"vLLM refuses a request: {_first_line(error)}",
+                f"vLLM refuses a request: {first_line(error)}",
                 where=f"request {request.id}",
                 cure="correct the sampling settings, or raise the engine's limit in `producers.<pool>.engine.args`",
             ) from error
@@ -201,12 +184,8 @@ class VllmEngine:
                 await asyncio.wait_for(self._stepping.wait(), DEAD_POLL_SECONDS)
 
     def _check(self, request: Request, answer: vllm_release.Answer) -> None:
-        if not all(map(math.isfinite, answer.log_probs)):
-            raise EngineProducedNaN(
-                "the model gives log-probs that are not numbers (NaN or infinite)",
-                where=f"policy version {max(answer.versions, default=self._version)}, request {request.id}",
-                cure="resume from an earlier checkpoint with a lower learning rate, or compute in float32",
-            )
+        version = max(answer.versions, default=self._version)
+        errors.refuse_nan(answer.log_probs, version=version, request_id=request.id)
         if answer.finish_reason not in ("stop", "length", "abort"):
             raise EngineFailed(
                 f"vLLM ended a request with {answer.finish_reason!r}",
@@ -234,7 +213,7 @@ class VllmEngine:
 
     async def load(self, shadow: ShadowReference, version: int) -> None:
         if self._stepping.is_set():
-            raise EngineFailed("weights can only be loaded into a paused engine", cure="pause it first")
+            raise errors.not_paused()
         if self._broken:
             raise self._unusable()
         names = [entry.name for entry in decode(shadow.manifest).tensors]
@@ -268,7 +247,7 @@ class VllmEngine:
             return cast(list[float], await self._within(scored, "score a sequence"))
         except RequestRefused as error:
             raise ForebayError(
-                f"vLLM refuses to score a sequence of {len(token_ids)} tokens: {_first_line(error)}",
+                f"vLLM refuses to score a sequence of {len(token_ids)} tokens: {first_line(error)}",
                 cure="lower `weight_sync.probe_tokens`, or raise `max_model_len` in `producers.<pool>.engine.args`",
             ) from error
 
@@ -317,7 +296,7 @@ class VllmEngine:
             if self._release is not None and self._release.dead():
                 raise self._dead() from error
             raise EngineFailed(
-                f"vLLM did not {what}: {_first_line(error)}", where=str(self._log), cure="see the engine's log"
+                f"vLLM did not {what}: {first_line(error)}", where=str(self._log), cure="see the engine's log"
             ) from error
 
     def _dead(self) -> EngineFailed:
@@ -328,11 +307,7 @@ class VllmEngine:
         )
 
     def _unusable(self) -> EngineFailed:
-        return EngineFailed(
-            f"the engine's weights are not usable: {self._broken}",
-            where=f"model {self._model.path}",
-            cure="start trainer and producers from the same model folder, and restart this producer",
-        )
+        return errors.unusable(self._broken, self._model.path)
 
     def _tail(self, start: int) -> str:
         """The last lines that vLLM logged after ``start`` bytes."""
@@ -357,8 +332,3 @@ def _end(processes: Sequence[psutil.Process]) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(alive, timeout=STOP_SECONDS)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

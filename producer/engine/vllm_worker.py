@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from producer.engine.digest import digest
 from producer.engine.shadow_names import TIED_HEAD, some
 from weight_sync.manifest import decode
 from weight_sync.shadow import ShadowReference, open_shadow
@@ -52,13 +52,13 @@ class WeightLoader:
         """Digest of each tensor that computes, by `rank:name`."""
         model = self.get_model()
         found = {
-            f"{self.rank}:{name}": _hash(tensor)
+            f"{self.rank}:{name}": digest(tensor)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if tensor.numel()
         }
         for name, layer in model.named_modules():
             if hasattr(layer, "cpu_linear"):
-                found[f"{self.rank}:{name} (packed)"] = _hash(_answer(layer))
+                found[f"{self.rank}:{name} (packed)"] = digest(_answer(layer))
         return found
 
     def forebay_kernels(self) -> str:
@@ -127,8 +127,3 @@ def _answer(layer: Any) -> torch.Tensor:
     probe[columns % PROBE_ROWS, columns] = values
     with torch.no_grad():
         return layer.quant_method.apply(layer, probe.to(layer.params_dtype), None)
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(memoryview(flat.numpy()))

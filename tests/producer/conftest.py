@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 
@@ -75,3 +76,21 @@ def make_settings(buffer_server: EmbeddedServer, model_path: str, tmp_path: Path
         return ProducerSettings.model_validate(values | changes)
 
     return make
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A file says in BENCHES on which engines its tests with a ``bench`` run; each engine starts once."""
+    if "bench" in metafunc.fixturenames:
+        metafunc.parametrize("bench", metafunc.module.BENCHES, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A running engine: its kind, and whether its model's head is tied."""
+    from tests.producer.engine_bench import running_bench
+
+    kind, head = request.param.split("-")
+    with running_bench(kind, head == "tied", tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+    if kind == "vllm":
+        assert not [child for child in psutil.Process().children() if "EngineCore" in child.name()]
