@@ -1,6 +1,8 @@
-"""The embedded server keeps its data over any end of itself, serves loopback with a password, and dies with its parent.
+"""The embedded server keeps its data over any end of itself and of the machine, and dies with its parent.
 
-It is for runs on one machine: data, log and password lie in one folder; a start on the same folder has all data again.
+It serves loopback with a password. Each write is on the disk before it is answered: what is journalled there must never
+be older than what the consumer journals beside it. It is for runs on one machine: data, log and password lie in one
+folder; a start on the same folder has all data again.
 """
 
 import fcntl
@@ -45,7 +47,7 @@ class EmbeddedServer:
             try:
                 self.process.wait(seconds)
             except subprocess.TimeoutExpired:
-                self.process.kill()  # the append-only file has all but the last second
+                self.process.kill()  # the append-only file has all that was answered
                 self.process.wait(seconds)
 
 
@@ -94,7 +96,7 @@ def _write_config(folder: Path, port: int, password: str) -> Path:
         path,
         f"bind {HOST}\nport {port}\nprotected-mode yes\nrequirepass {password}\n"
         f'dir "{data}"\nlogfile {LOG_FILE}\ndaemonize no\npidfile ""\n'
-        'appendonly yes\nappendfsync everysec\naof-load-truncated yes\nsave ""\n'
+        'appendonly yes\nappendfsync always\naof-load-truncated yes\nsave ""\n'
         "maxmemory-policy noeviction\nmaxclients 4096\n",
     )
     return path

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a rank says itself why it ended
     options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     try:
-        torchrun.run(torchrun.parse_args([*options, "-m", "consumer.service", "--settings", str(file)]))
+        torchrun.run(torchrun.parse_args([*options, "-m", "consumer.rank", "--settings", str(file)]))
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return 128 - code if code < 0 else code

@@ -39,7 +39,6 @@ from buffer.ledger import Ledger, Plan, Waiting
 from buffer.logs import log_to
 from buffer.members import Members
 from buffer.metrics import Control, EvaluationQueue, Metrics
-from buffer.processes import die_with_launcher
 from buffer.settings import read_settings
 from consumer import checkpoint, recovery
 from consumer.accelerator import prepare
@@ -377,7 +376,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one rank; the exit code is the error's."""
     parser = argparse.ArgumentParser(description="One rank of the consumer, started by torchrun.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file of the consumer's settings")
-    die_with_launcher()
     log: Any = None
     try:
         settings = read_settings(ConsumerSettings, parser.parse_args(arguments).settings)
@@ -406,11 +404,3 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     dist.destroy_process_group()
     return 0
-
-
-if __name__ == "__main__":
-    code = main()
-    # After a failure threads of the process group may wait for ranks that are gone: end without them.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code) if code else sys.exit(0)

@@ -26,7 +26,7 @@ import redis
 
 from buffer import server
 from buffer.client import connect
-from buffer.errors import BufferUnavailable, ForebayError, ProofFailed, SpecError
+from buffer.errors import BufferUnavailable, ForebayError, LedgerBroken, ProofFailed, SpecError
 from buffer.ledger import Ledger
 from buffer.members import Members
 from buffer.metrics import Control, EvaluationQueue, Metrics
@@ -37,6 +37,7 @@ from deploy.pools.base import Ended, Restarts, RunFailed
 from deploy.pools.local import command, engine_on_this_machine, python_of
 from deploy.pools.process import ProcessPool, adopt_orphans, end_descendants
 from deploy.pools.replicas import INSIST_SECONDS, WHO, Replicas
+from deploy.pools.silent import end_silent
 from deploy.report import make_report
 from deploy.run_folder import RunRecord
 from deploy.spec import RunSpec
@@ -47,7 +48,7 @@ Ending = Literal["finished", "stopped", "failed"]
 LOOK_SECONDS = 0.25  # between two looks at the processes
 SHOW_SECONDS = 1.0  # between two looks at the status
 CONTROLLER_SECONDS = 10.0
-EMBEDDED_SECONDS = 3.0  # the embedded server answers in less, if it runs
+ASK_SECONDS = 3.0  # most that one call to Redis may retry: meanwhile nobody looks after the processes
 
 
 class Run:
@@ -98,7 +99,7 @@ class Run:
         with ExitStack() as stack:
             before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
             stack.callback(lambda: [signal.signal(number, handler) for number, handler in before.items()])
-            self.folder.mkdir(parents=True, exist_ok=True)
+            run_folder.make(self.folder)
             stack.enter_context(run_folder.hold(self.folder))
             self._refuse_wrong_folder()
             self._port = self._choose_port()
@@ -121,6 +122,21 @@ class Run:
                 where=str(self.folder),
                 cure="start without --resume, or name the folder of the run in the spec",
             )
+        if self.resume and (known := run_folder.read_record(self.folder).run) != self.spec.name:
+            raise SpecError(
+                f"the folder holds the run `{known}`, the spec is of `{self.spec.name}`",
+                where=str(self.folder),
+                cure="give the spec the run's own `name`, or another `folder`",
+            )
+
+    def _refuse_lost_data(self) -> None:
+        trained = any((self.folder / "journal").glob("step-*")) or any((self.folder / "checkpoints").glob("step-*"))
+        if self.resume and trained and not Ledger(self._client, self.spec.name).passes_opened():
+            raise LedgerBroken(
+                "the run has trained, but the server knows nothing of it: its data are gone",
+                where=self._redis_url,
+                cure="give the server its data back; else start a new run from the model in the newest checkpoint",
+            )
 
     def _choose_port(self) -> int:
         """The controller's port, free at this moment; raises ForebayError when the spec's is in use."""
@@ -140,9 +156,9 @@ class Run:
             self._redis_url,
             password=run_folder.redis_password(self.folder, buffer),
             tls_ca_file=buffer.tls_ca_file,
-            # While a call retries, nobody looks after the embedded server.
-            timeout_seconds=EMBEDDED_SECONDS if self._server else buffer.timeout_seconds,
+            timeout_seconds=ASK_SECONDS,
         )
+        self._refuse_lost_data()
         if not self.resume and Ledger(self._client, self.spec.name).passes_opened():
             raise SpecError(
                 f"the server holds a run named `{self.spec.name}` already",
@@ -214,7 +230,9 @@ class Run:
 
     def _watch(self) -> None:
         """Until the consumer has ended well; raises ForebayError when the run cannot go on."""
-        shown, stopping_since = 0.0, None
+        shown = 0.0
+        stopping_since: float | None = None
+        unreachable_since: float | None = None
         control, metrics = Control(self._client, self.spec.name), Metrics(self._client, self.spec.name)
         while not self._consumer_done:
             if len(self._signals) > 1:
@@ -227,6 +245,7 @@ class Run:
                     cure="go on with --resume: nothing that was journalled is lost",
                 )
             try:
+                self._restart_dead_server(metrics)
                 if self._signals:
                     control.set("stop", "drain")
                 if stopping_since is None and control.get("stop"):  # set here, or by the controller
@@ -236,10 +255,13 @@ class Run:
                 if time.monotonic() - shown > SHOW_SECONDS:
                     shown = time.monotonic()
                     self._show_status()
+                    self._end_silent(metrics)
+                unreachable_since = None
             except BufferUnavailable:
-                if self._server is None or self._server.alive():
+                # The services wait as long; a server that died is started again in the next round.
+                unreachable_since = unreachable_since or time.monotonic()
+                if time.monotonic() - unreachable_since > self.spec.buffer.timeout_seconds:
                     raise
-                # The embedded server died: the next look starts it again.
             time.sleep(LOOK_SECONDS)
 
     def _stop_seconds(self) -> float:
@@ -247,17 +269,26 @@ class Run:
         sync = self.spec.weight_sync
         return 60.0 + sync.join_seconds + sync.transfer_seconds
 
-    def _look(self, metrics: Metrics, *, stopping: bool) -> None:
+    def _restart_dead_server(self, metrics: Metrics) -> None:
+        """Before anything else is asked of Redis: a call that fails must not keep the server from being started."""
         if self._server is not None and not self._server.alive():
             self._server = server.start(self.folder / "redis", port=self._server.port)
             metrics.event("restart", WHO, "the embedded server ended and was started again on its data")
+
+    def _end_silent(self, metrics: Metrics) -> None:
+        beat = self.spec.buffer.heartbeat_seconds
+        members = Members(self._client, self.spec.name, heartbeat_seconds=beat)
+        for member in end_silent([m for m in members.all() if m.role in ("producer", "consumer")]):
+            metrics.event("failure", member.name, f"it said nothing for {member.seconds_since_report:.0f} s: killed")
+
+    def _look(self, metrics: Metrics, *, stopping: bool) -> None:
         for ended in self.consumer.collect():
             self._consumer_ended(ended, metrics, stopping=stopping)
         for ended in self.controller.collect():
             again = self._restarts.allow(ended)
-            metrics.event("restart" if again else "failure", "controller", ended.how())
             if again and not stopping:
                 self.controller.start(ended.name)
+            metrics.event("restart" if again else "failure", "controller", ended.how())
         self._replicas.look(stopping=stopping or self._consumer_done)
 
     def _consumer_ended(self, ended: Ended, metrics: Metrics, *, stopping: bool) -> None:
@@ -266,9 +297,9 @@ class Run:
             return
         if not self._restarts.allow(ended) or not ended.killed or stopping:
             raise RunFailed.because(ended, "the consumer", self.folder / "logs" / "consumer.out")
-        metrics.event("restart", "consumer", f"it {ended.how()} and is started again")
         self.resume = True
         self.consumer.start(ended.name)
+        metrics.event("restart", "consumer", f"it {ended.how()} and is started again")
 
     def _show_status(self) -> None:
         status = self._status()
@@ -303,7 +334,7 @@ class Run:
         drain = max(pool.drain_seconds for pool in self.spec.producers.values())
         self.producers.ask_to_end()
         if failure is not None:
-            self.consumer.stop(INSIST_SECONDS)
+            self.consumer.stop(INSIST_SECONDS if len(self._signals) < 2 else 0.0)
         if not self.producers.wait(drain + INSIST_SECONDS if len(self._signals) < 2 else 0.0):
             self.producers.kill()
         for name in self.producers.names():

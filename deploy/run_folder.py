@@ -132,6 +132,19 @@ class RunFolderHeld(ForebayError):
     """Another `forebay run` works in the folder."""
 
 
+def make(folder: Path) -> None:
+    """Make the folder of a run; raises SpecError when nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOCK_FILE).touch()
+    except OSError as error:
+        raise SpecError(
+            f"the run folder cannot be written: {error.strerror}",
+            where=str(folder),
+            cure="choose another `folder`, or free this one (permissions, a file of that name, a full disk)",
+        ) from error
+
+
 @contextmanager
 def hold(folder: Path, *, seconds: float = 1.0) -> Iterator[None]:
     """Keep other runs out of the folder; the kernel lets go of it however this process ends. ``seconds``: somebody who

@@ -25,7 +25,7 @@ from deploy.environments.pip import install, torch_options
 HEARTBEAT = 30.0  # seconds between two signs of life while pip is at work
 STARTED = {  # what a service imports at its start
     "producer": "producer.service, vllm.v1.engine.async_llm, vllm.v1.engine.core, vllm.v1.worker.cpu_worker",
-    "consumer": "consumer.launch, consumer.service",
+    "consumer": "consumer.launch, consumer.rank, consumer.service",
     "controller": "deploy.cli, pytest",
 }
 COMPILE_SECONDS = 300.0

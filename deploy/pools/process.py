@@ -8,6 +8,7 @@ killed service leaves behind is found and ended too.
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ LAST_LINES = 12
 POLL_SECONDS = 0.1
 KILL_SECONDS = 10.0  # for the kernel to end what was killed
 
+_WARNING = re.compile(r"\w+Warning: ")  # Python prints the line and, below it, the code
+
 Command = Callable[[str], tuple[Sequence[str], Mapping[str, str]]]
 """Of a process's name: its command, and variables that its environment has besides this process's."""
 
@@ -44,6 +47,7 @@ class ProcessPool:
         self._folder = folder
         self._command = command
         self._running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+        self._written: dict[str, int] = {}  # bytes of the output that are of earlier processes of the name
 
     def start(self, name: str) -> None:
         """Start the process of that name; its output goes to ``logs/<name>.out``."""
@@ -51,6 +55,7 @@ class ProcessPool:
         logs = self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / f"{name}.out").open("ab") as output:
+            self._written[name] = output.tell()
             try:
                 process = subprocess.Popen(
                     command,
@@ -84,7 +89,9 @@ class ProcessPool:
             code = process.poll()
             if code is not None:
                 del self._running[name]
-                ended.append(Ended(name, code, last_words(self._folder, name), time.monotonic() - started))
+                ended.append(
+                    Ended(name, code, last_words(self._folder, name, self._written[name]), time.monotonic() - started)
+                )
         return ended
 
     def ask_to_end(self, *names: str) -> None:
@@ -119,15 +126,20 @@ class ProcessPool:
         return [self._running[name][0] for name in names or list(self._running)]
 
 
-def last_words(folder: Path, name: str) -> str:
-    """The last lines that a process wrote to its output."""
+def last_words(folder: Path, name: str, since: int = 0) -> str:
+    """The last lines that a process wrote to its output from byte ``since`` on, without libraries' warnings."""
     path = folder / "logs" / f"{name}.out"
     if not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LAST_WORDS_BYTES))
+        file.seek(max(since, path.stat().st_size - LAST_WORDS_BYTES))
         lines = file.read().decode(errors="replace").strip().splitlines()
-    return "\n".join(lines[-LAST_LINES:])
+    told = [
+        line
+        for before, line in zip(["", *lines], lines, strict=False)
+        if not _WARNING.search(line) and not (line[:1].isspace() and _WARNING.search(before))
+    ]
+    return "\n".join(told[-LAST_LINES:])
 
 
 def end_descendants(seconds: float, *, spare: Sequence[int] = ()) -> list[str]:

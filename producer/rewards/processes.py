@@ -180,7 +180,12 @@ class _Process:
                 self.ended = True
                 answers.append(Answer("failed", error="the scorer process ended"))
                 break
-            answers.append(msgspec.json.decode(line, type=Answer))
+            try:
+                answers.append(msgspec.json.decode(line, type=Answer))
+            except msgspec.DecodeError:
+                self.ended = True
+                answers.append(Answer("failed", error="wrote into the channel of its answers"))
+                break
         return answers
 
     async def kill(self) -> None:

@@ -59,7 +59,10 @@ def judge(scorer: Scorer, item: Item, options: dict[str, Any]) -> Answer:
         return Answer("unscorable")
     if not isinstance(value, Real):
         return Answer("failed", error=f"returned {type(value).__name__}, not a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return Answer("failed", error="returned a number that no float can hold")
     if not math.isfinite(number):
         return Answer("failed", error=f"returned {number}")
     return Answer("scored", number)

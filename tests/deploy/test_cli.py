@@ -101,6 +101,25 @@ def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
     refused(forebay("run", write_spec(tmp_path), "--resume"), 2, "there is nothing to resume")
 
 
+def test_resuming_another_runs_folder_is_refused(tmp_path: Path) -> None:
+    record(tmp_path / "run", run="other")
+    refused(forebay("run", write_spec(tmp_path), "--resume"), 2, "the folder holds the run `other`")
+
+
+def test_resuming_without_the_servers_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    record(tmp_path / "run")
+    (tmp_path / "run" / "journal").mkdir()
+    (tmp_path / "run" / "journal" / "step-00000001.msgpack").touch()
+    refused(forebay("run", write_spec(tmp_path), "--resume"), 7, "its data are gone")
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_a_run_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    (tmp_path / "run").write_text("a file")
+    refused(forebay("run", spec), 2, "the run folder cannot be written")
+
+
 def test_an_environment_that_was_not_made_is_said(tmp_path: Path) -> None:
     result = forebay("run", write_spec(tmp_path), FOREBAY_PRODUCER_PYTHON=str(tmp_path / "python"))
     refused(result, 1, "the environment of the producer is not there", "make setup")

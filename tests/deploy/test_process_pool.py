@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from buffer.errors import ForebayError
+from buffer.members import Member
 from deploy.pools.process import ProcessPool, adopt_orphans, end_descendants
+from deploy.pools.silent import end_silent
 
 
 def eventually(is_so: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -79,6 +81,32 @@ def test_what_a_killed_service_leaves_behind_is_found_and_ended(tmp_path: Path) 
     assert orphan.is_running()
     assert end_descendants(5.0, spare=others) == []
     assert not orphan.is_running()
+
+
+def test_the_last_words_are_this_processs_own_and_no_librarys_warnings(tmp_path: Path) -> None:
+    code = "import warnings; print('first'); warnings.warn('old', FutureWarning); print('second')"
+    pool = pool_of(tmp_path, code)
+    for _ in range(2):
+        pool.start("worker-0")
+        assert pool.wait(10)
+        (ended,) = pool.collect()
+        assert sorted(ended.last_words.splitlines()) == ["first", "second"]
+
+
+def test_a_process_that_says_nothing_is_ended_and_one_that_speaks_is_not(tmp_path: Path) -> None:
+    pool = pool_of(tmp_path, "import time; time.sleep(60)")
+    members = []
+    for name, silence in (("worker-0", 61.0), ("worker-1", 59.0)):
+        pool.start(name)
+        info = {"pid": str(pool.pid(name))}
+        members.append(Member(name, "consumer", "consumer", "serving", 0, 1, False, silence, info))
+    # A record of an earlier process: nobody here has its id.
+    members.append(Member("worker-2", "producer", "producer", "serving", 0, 1, False, 900.0, {"pid": "1"}))
+    assert [member.name for member in end_silent(members)] == ["worker-0"]
+    assert pool.wait(10, "worker-0")
+    assert pool.collect()[0].code == -signal.SIGKILL
+    assert pool.names() == ["worker-1"]
+    pool.kill()
 
 
 def test_no_process_outlives_a_pool_whose_process_is_killed(tmp_path: Path) -> None:

@@ -127,10 +127,12 @@ def processes_of(folder: Path) -> list[str]:
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            outputs = [os.readlink(entry / "fd" / name) for name in ("1", "2") if (entry / "fd" / name).is_symlink()]
+            places = [os.readlink(entry / "cwd")] + [
+                os.readlink(entry / "fd" / name) for name in ("1", "2") if (entry / "fd" / name).is_symlink()
+            ]
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if state != "Z" and (str(folder) in command or any(str(folder) in output for output in outputs)):
+        if state != "Z" and (str(folder) in command or any(str(folder) in place for place in places)):
             found.append(f"{entry.name} {command}")
     return found
 

@@ -108,6 +108,24 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path, start_run: Callab
     no_process_remains(run.folder)
 
 
+@pytest.mark.timeout(500)
+def test_a_run_goes_on_when_its_server_and_then_its_consumer_are_killed(
+    tmp_path: Path, start_run: Callable[..., LiveRun]
+) -> None:
+    model = write_tiny_model(tmp_path / "model", tied=True)
+    run = start_run(small_spec(tmp_path, model, steps=4000))
+    run.wait_for_step(3)
+    for service in ("valkey-server", "consumer.rank"):
+        (victim,) = [line for line in processes_of(run.folder) if service in line and "consumer.launch" not in line]
+        os.kill(int(victim.split()[0]), signal.SIGKILL)
+        before = run.look().get("step") or 0
+        run.wait_for_step(before + 5)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(120) == 130, run.output()
+    ledger_holds(run.folder)
+    no_process_remains(run.folder)
+
+
 @pytest.mark.timeout(900)
 def test_smollm2_trains_five_steps_and_engine_and_trainer_agree_to_1e_4(
     tmp_path: Path, start_run: Callable[..., LiveRun]

@@ -1,6 +1,7 @@
 """A producer leases what it may answer, commits only what it has proved, and gives back the rest however it ends."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -226,17 +227,37 @@ def test_an_over_long_prompt_is_dropped_with_that_reason(client: "redis.Redis", 
 def test_a_group_that_cannot_be_scored_is_dropped_and_counted(
     client: "redis.Redis", make_settings: Make, says: str, reason: str
 ) -> None:
-    class Engine(ScriptedEngine):
-        async def generate(self, request: Any) -> Any:
-            completion = await super().generate(request)
-            return type(completion)(**{**vars(completion), "text": says})
-
     async def act(scene: Scene) -> None:
         await scene.until(lambda: scene.dropped().get(reason, 0) >= 2)
 
     settings = make_settings(rewards=[{"name": MISBEHAVING, "retries": 0}], passes=1)
-    scene = play(client, settings, act, engine=Engine())
+    scene = play(client, settings, act, engine=SayingEngine("1", says))
     assert scene.count("generated") == 0
+
+
+def test_a_reward_that_never_gives_a_score_ends_the_producer_with_its_reason(
+    client: "redis.Redis", make_settings: Make
+) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(lambda: False)
+
+    settings = make_settings(rewards=[{"name": MISBEHAVING, "retries": 0}])
+    with pytest.raises(SpecError, match="no completion could be scored.*the scorer's own fault"):
+        play(client, settings, act, engine=SayingEngine("raise"))
+    ledger = Ledger(client, settings.run)
+    assert sum(ledger.verify().dropped.values()) < 12, "a broken reward must not use up the data"
+
+
+class SayingEngine(ScriptedEngine):
+    """Says the given texts one after the other, the last one for ever."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__()
+        self._texts = itertools.chain(texts, itertools.repeat(texts[-1]))
+
+    async def generate(self, request: Any) -> Any:
+        completion = await super().generate(request)
+        return type(completion)(**{**vars(completion), "text": next(self._texts)})
 
 
 def test_a_group_without_signal_is_dropped_when_dynamic_sampling_is_on(
